@@ -89,6 +89,8 @@ FAULTS = [
     Fault("no watchdog works", "the guard outside the cluster ends every machine", "heads.no_watchdog_works"),
     Fault("up interrupted three times", "down leaves nothing", "operators.interrupted_up"),
     Fault("plain ray up and ray down", "both work, and no machine is left", "operators.plain_ray"),
+    Fault("the stack is busy", "verbs that change it wait for each other", "operators.busy_stack"),
+    Fault("volumes vanish during down", "down goes on, and nothing is left", "operators.volumes_vanish"),
     Fault("down from another checkout, twice", "nothing is left", "operators.down_twice"),
     Fault(
         "another account, region or owner",

@@ -226,18 +226,23 @@ def _run(command: list[str], exit_code: int | tuple[int, ...], folder: Path, var
     return done.stdout
 
 
-def interrupt_verb(marker: str, *words: str) -> str:
-    """Run a verb, press Ctrl-C when it prints `marker`, and return its last line of output."""
-    process = subprocess.Popen(
+def start_verb(*words: str) -> subprocess.Popen[str]:
+    """Start a verb as a user would, and return its process, which writes its output to a pipe."""
+    return subprocess.Popen(
         _command(*words),
         cwd=settings.PROJECT,
-        env=_environment() | {"PYTHONUNBUFFERED": "1"},
+        env=_environment() | {"PYTHONUNBUFFERED": "1", "COLUMNS": "2000"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+
+
+def interrupt_verb(marker: str, *words: str) -> str:
+    """Run a verb, press Ctrl-C when it prints `marker`, and return its last line of output."""
+    process = start_verb(*words)
     assert process.stdout
     for line in process.stdout:
         if marker in line:

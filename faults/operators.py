@@ -12,15 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import settings
+from cluster.aws import stack
 from cluster.aws.target import Aws
 from cluster.common import cluster_file, instances
 from cluster.common.cluster_file import FILE
 from cluster.emulator import cloud
+from cluster.emulator.deletions import GONE
 from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
 from cluster.emulator.waiting import wait_for
 from faults import secret_search
 from faults.capacity import GATHER, gather
-from faults.harness import Harness, changed_cluster_file, interrupt_verb, replaced_file, run_printed, run_verb
+from faults.harness import (
+    Harness,
+    changed_cluster_file,
+    control,
+    interrupt_verb,
+    replaced_file,
+    run_printed,
+    run_verb,
+    start_verb,
+)
 from faults.setup import ONE_CPU
 
 SLEEP = "import time; print('at work', flush=True); time.sleep(600)"
@@ -99,6 +110,35 @@ def interrupted_up(harness: Harness) -> str:
         assert expected in run_printed(command), command
         assert not instances.living(harness.file)
     return f"at {', '.join(f'“{point}”' for point in points)}"
+
+
+def busy_stack(harness: Harness) -> str:
+    """Two `prepare` run at the same time, and a `prepare` runs during `down`: each waits until the stack is free."""
+    run_verb("down")
+    for process in [start_verb("prepare"), start_verb("prepare")]:
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+    leaving = start_verb("down")
+    wait_for(lambda: (stack.find(harness.file) or {}).get("StackStatus") == "DELETE_IN_PROGRESS", 60, "the deletion")
+    output = run_verb("prepare")
+    assert f"stack {harness.file.slug} created" in output, output
+    leaving.communicate()  # it may find what `prepare` has made, and say so
+    assert leaving.returncode in (0, 1)
+    assert "is left" in run_verb("down")
+    return "two prepare at once worked; prepare during down waited, and made the stack again"
+
+
+def volumes_vanish(harness: Harness) -> str:
+    """Volumes have outlived their machines, and EC2 deletes one of them, and more, before `down` does."""
+    ec2, tags = harness.file.client("ec2"), [{"Key": "ray-project", "Value": harness.file.slug}]
+    of_volume = [{"ResourceType": "volume", "Tags": tags}]
+    for _ in range(3):
+        ec2.create_volume(AvailabilityZone=f"{harness.file.region}a", Size=1, TagSpecifications=of_volume)
+    control(gone=dict.fromkeys(GONE, 1))
+    output = run_verb("down")
+    assert "is left" in output, output
+    assert not instances.living(harness.file)
+    return re.findall(r"rehearsal is down:.*?is left|aws is down:.*?is left", output)[0]
 
 
 def down_twice(harness: Harness) -> str:

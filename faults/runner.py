@@ -21,6 +21,8 @@ from faults.catalog import Fault
 from faults.harness import Harness, control
 
 CONSOLE = Console(highlight=False)
+STACK_S = 5
+"""How long an operation on the stack takes. Many tests make the stack again."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ def run(only: str) -> None:
     """
     faults = catalog.choose(only)
     harness, target = Harness(), Aws()
+    control(stack_s=STACK_S)
     target.prepare()
     scenario.upload_assets(harness.file)
     results = [_run_fault(harness, fault) for fault in faults]

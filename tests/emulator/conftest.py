@@ -1,7 +1,30 @@
 """These tests run in a generated project's environment, which has moto, psutil and Ray: see `test` in tasks.py."""
 
+import shutil
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import settings
+from cluster.aws import launcher_file, prepare
+from cluster.common import cluster_file
+from tests.emulator.emulated_account import EmulatedAccount, serve
 
 # a shell may start these tests with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EmulatedAccount]:
+    """Yield an empty account of the emulated AWS, with which this process works."""
+    copy = Path(shutil.copy(settings.FILE, tmp_path))
+    monkeypatch.setattr(settings, "FILE", copy)
+    monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
+    monkeypatch.setattr(launcher_file, "FILE", tmp_path / "cluster.yaml")
+    monkeypatch.setattr(prepare, "_own_address", lambda: "203.0.113.7")
+    monkeypatch.setenv("HOME", str(tmp_path))  # for the private key
+    with serve(cluster_file.load(), copy, monkeypatch) as account:
+        yield account

@@ -10,7 +10,7 @@ from moto import mock_aws
 from cluster.aws import stack, vpc
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import iam, stack_resources
+from cluster.emulator import iam, stack_resources, stack_updates
 from cluster.emulator.moto_instances import ACCOUNT
 
 CARDS = 4
@@ -21,6 +21,7 @@ def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "none")
     monkeypatch.setattr(stack_resources, "PLACEMENT_GROUPS", set())
+    assert stack_updates.CALLER.get() is None
     with mock_aws():
         yield cluster_file.load()
 

@@ -46,6 +46,12 @@ def explain(error: BotoCoreError | ClientError) -> str:
     return f"the request to AWS failed: {error}"
 
 
+def is_missing(error: ClientError) -> bool:
+    """Return whether a call failed because what it names does not exist, or does not exist any more."""
+    answer = error.response["Error"]
+    return bool(re.search("NotFound|NoSuch", answer["Code"])) or "does not exist" in answer.get("Message", "")
+
+
 def missing_permission(error: ClientError) -> str:
     """Return the denied action, such as "ec2:RunInstances" or just "RunInstances", or "" for other kinds of errors."""
     answer = error.response["Error"]

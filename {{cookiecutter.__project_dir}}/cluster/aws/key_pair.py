@@ -1,7 +1,12 @@
 """The SSH key pair of a cluster: the private key is on this machine, the public key on AWS."""
 
+import contextlib
+import os
 import subprocess
+import tempfile
 from pathlib import Path
+
+import botocore.exceptions
 
 import settings
 from cluster.aws import caller, ownership
@@ -43,17 +48,26 @@ def ensure(file: ClusterFile) -> None:
     if not file.key_file.exists():
         _make_key(file.key_file)
     tags = [{"Key": "ray-project", "Value": file.slug}, caller.owner_tag(file)]
-    file.client("ec2").import_key_pair(
-        KeyName=file.slug,
-        PublicKeyMaterial=_public_key(file.key_file).encode(),
-        TagSpecifications=[{"ResourceType": "key-pair", "Tags": tags}],
-    )
+    try:
+        file.client("ec2").import_key_pair(
+            KeyName=file.slug,
+            PublicKeyMaterial=_public_key(file.key_file).encode(),
+            TagSpecifications=[{"ResourceType": "key-pair", "Tags": tags}],
+        )
+    except botocore.exceptions.ClientError as error:
+        if error.response["Error"]["Code"] != "InvalidKeyPair.Duplicate":
+            raise
+        check(file)  # somebody else has just imported a key
 
 
 def _make_key(file: Path) -> None:
+    """Make a private key. ssh-keygen -y derives the public key from it."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", file.stem, "-f", file], check=True)
-    file.with_name(f"{file.name}.pub").unlink()  # not needed: ssh-keygen -y derives the public key from the private key
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder, file.name)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", file.stem, "-f", made], check=True)
+        with contextlib.suppress(FileExistsError):  # another verb has just made one
+            os.link(made, file)
 
 
 def _public_key(file: Path) -> str:

@@ -6,6 +6,7 @@ import requests
 
 import settings
 from cluster.aws import (
+    boundary,
     budget,
     guard,
     images,
@@ -18,8 +19,9 @@ from cluster.aws import (
     vpc,
     zones,
 )
+from cluster.aws.deletion import attempt
 from cluster.common import bucket, instances
-from cluster.common.cluster_file import ClusterFile
+from cluster.common.cluster_file import TARGET, ClusterFile
 
 
 def prepare(file: ClusterFile) -> None:
@@ -30,6 +32,7 @@ def prepare(file: ClusterFile) -> None:
             name, this machine's address is unknown, or AWS could not create the stack.
     """
     stack.check_name(file)
+    stack.when_idle(file)  # what follows depends on how a running operation ends
     if problem := bucket.problem(file):
         raise settings.UserError(problem)
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
@@ -47,7 +50,9 @@ def prepare(file: ClusterFile) -> None:
         **reservation.stack_parameters(file, section),
         **load_balancer.stack_parameters(section, network),
         **budget.stack_parameters(),
+        **boundary.stack_parameters(),
     }
+    _check_workers(file, parameters)
     running = instances.head(file)
     with_images = images.keep(file, running)
     key_pair.check(file)
@@ -65,11 +70,30 @@ def prepare(file: ClusterFile) -> None:
         print(section.costs)
 
 
-def delete(file: ClusterFile) -> None:
-    """Delete the guard, the key pair and the stack, but not the bucket."""
-    guard.delete(file)
-    file.client("ec2").delete_key_pair(KeyName=file.slug)
-    stack.delete(file)
+def _check_workers(file: ClusterFile, parameters: dict[str, str]) -> None:
+    """Raise `settings.UserError` if the update deletes subnets or placement groups in which workers run.
+
+    AWS would keep these, and they would belong to no stack, so that `down` could not delete the VPC.
+    """
+    now = stack.parameters(file)
+    names = ["Efa"] if now.get("Vpc") else ["Efa", "Private", "ReservedZone"]
+    leaving = [name for name in names if now.get(name, "no") not in ("no", "", parameters.get(name, ""))]
+    workers = [one for one in instances.living(file) if one.node_type != file.head.name] if leaving else []
+    if workers:
+        settings_of = {"Efa": "efa", "Private": "private", "ReservedZone": "reservation"}
+        raise settings.UserError(
+            f"{', '.join(settings_of[name] for name in leaving)} in settings.toml cannot change while workers run "
+            f"({', '.join(one.id for one in workers)}). Wait until they have ended, or run: inv down --target {TARGET}"
+        )
+
+
+def delete(file: ClusterFile) -> list[str]:
+    """Delete the guard, the key pair and the stack, but not the bucket. Return what could not be deleted and why."""
+    return [
+        *attempt("the schedule of the guard", lambda: guard.delete(file)),
+        *attempt(f"key pair {file.slug}", lambda: file.client("ec2").delete_key_pair(KeyName=file.slug)),
+        *attempt(f"stack {file.slug}", lambda: stack.delete(file)),
+    ]
 
 
 def _own_address() -> str:
@@ -93,9 +117,8 @@ def _make_bucket(file: ClusterFile) -> str:
     """
     if bucket.users_own():
         return "no"
-    if existing := stack.find(file):
-        parameters = {each["ParameterKey"]: each["ParameterValue"] for each in existing["Parameters"]}
+    if existing := stack.parameters(file):
         own = bucket.name(file)
-        if parameters.get("BucketName", own) == own:  # stacks of earlier versions lack this parameter
-            return parameters["MakeBucket"]
+        if existing.get("BucketName", own) == own:  # stacks of earlier versions lack this parameter
+            return existing["MakeBucket"]
     return "no" if bucket.exists(file) else "yes"

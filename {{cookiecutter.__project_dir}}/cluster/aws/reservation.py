@@ -202,8 +202,7 @@ def stack_parameters(file: ClusterFile, section: NetworkSection) -> dict[str, st
     """
     reserved = find(file)
     if reserved is None or reserved.has_ended:
-        kept = (stack.find(file) or {}).get("Parameters", [])
-        known = {one["ParameterKey"]: one["ParameterValue"] for one in kept}
+        known = stack.parameters(file)
         return {key: known[key] for key in PARAMETERS} if known.get("ReservedZone") else {}
     subnet = _subnet(file, section.subnets, reserved) if section.subnets else ""
     # each zone has addresses of its own, because a subnet in a new zone exists before the old one is deleted

@@ -9,6 +9,7 @@ from typing import Any
 from dotenv import dotenv_values
 
 import settings
+from cluster.aws.deletion import attempt_each
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.submission import SecretsSection
 from pipeline.serving.keys import OTHERS_SECRET, OWNER_SECRET
@@ -138,11 +139,17 @@ def names(file: ClusterFile) -> list[str]:
     return [name for name in sorted({*listed, *configured}) if _exists(client, f"{file.slug}/{name}")]
 
 
-def delete(file: ClusterFile) -> None:
-    """Delete all secrets immediately, because `up` cannot store a secret while its deletion is scheduled."""
+def delete(file: ClusterFile) -> list[str]:
+    """Delete all secrets immediately, because `up` cannot store a secret while its deletion is scheduled.
+
+    Return what could not be deleted and why.
+    """
     client = file.client("secretsmanager")
-    for name in names(file):
+
+    def delete_one(name: str) -> None:
         client.delete_secret(SecretId=f"{file.slug}/{name}", ForceDeleteWithoutRecovery=True)
+
+    return attempt_each("secret", lambda: names(file), delete_one)
 
 
 def _exists(client: Any, identity: str) -> bool:

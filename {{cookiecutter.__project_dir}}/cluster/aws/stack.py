@@ -1,5 +1,6 @@
 """Create, update, find and delete the CloudFormation stack that cluster/stack.yaml describes."""
 
+import itertools
 import json
 import re
 import time
@@ -16,6 +17,17 @@ from cluster.console import Console
 
 TEMPLATE = settings.PROJECT / "cluster" / "stack.yaml"
 STACK_TIMEOUT_S = 600
+POLL_S = 2
+DELETE_ATTEMPTS = 3
+UNUSABLE = ("CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED")
+"""States of a stack that cannot be updated, only deleted. UPDATE_ROLLBACK_COMPLETE is none of them: an earlier update
+failed, and the next one can succeed."""
+STARTED = "User Initiated"
+"""Reason of the event with which an operation starts."""
+
+
+class OperationFailed(settings.UserError):
+    """AWS could not create, update or delete the stack."""
 
 
 def find(file: ClusterFile) -> dict[str, Any] | None:
@@ -23,43 +35,70 @@ def find(file: ClusterFile) -> dict[str, Any] | None:
     try:
         return file.client("cloudformation").describe_stacks(StackName=file.slug)["Stacks"][0]
     except botocore.exceptions.ClientError as error:
-        if error.response["Error"]["Code"] == "ValidationError":  # "does not exist"
+        if "does not exist" in error.response["Error"]["Message"]:
             return None
         raise
+
+
+def parameters(file: ClusterFile) -> dict[str, str]:
+    """Return the parameters of the existing stack, or {} if there is none that can be updated."""
+    stack = find(file)
+    if stack is None or stack["StackStatus"] in UNUSABLE:
+        return {}
+    return {one["ParameterKey"]: one["ParameterValue"] for one in stack.get("Parameters", [])}
 
 
 def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_callers: Sequence[str] = ()) -> str:
     """Create or update the stack. Return "created", "updated" or "is up to date".
 
     `efa_cards` is the number of network cards of a GPU instance that use EFA. `more_callers` are the addresses that may
-    connect to port 22 besides the parameter `Caller`.
+    connect to port 22 besides the parameter `Caller`. If another operation changes the stack, this waits for its end.
 
     Raises:
-        settings.UserError: it fails (the message contains the first reason from AWS) or takes over ten minutes.
+        settings.UserError: it fails (the message contains the first reason from AWS), takes over ten minutes, or the
+            stack is stuck in a state that only its owner can resolve.
     """
-    cloudformation = file.client("cloudformation")
     request = {
-        "StackName": file.slug,
         "TemplateBody": body(efa_cards, more_callers, makes_network=not parameters["Vpc"]),
         "Parameters": [{"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()],
         "Capabilities": ["CAPABILITY_NAMED_IAM"],
     }
-    stack = find(file)
-    request["Tags"] = _tags(file, stack)
-    if stack and stack["StackStatus"] in ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"):
-        delete(file)  # such a stack cannot be updated
+    deadline = time.monotonic() + STACK_TIMEOUT_S
+    while True:
+        try:
+            return _create_or_update(file, request)
+        except botocore.exceptions.ClientError as error:
+            if not _is_race(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)  # somebody else changed the stack after it was looked up
+
+
+def _create_or_update(file: ClusterFile, request: dict[str, Any]) -> str:
+    cloudformation = file.client("cloudformation")
+    stack = when_idle(file)
+    if stack and stack["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
+        # AWS's way to make the stack usable: https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/
+        # using-cfn-updating-stacks-continueupdaterollback.html
+        cloudformation.continue_update_rollback(StackName=stack["StackId"])
+        _wait(file, stack["StackId"], "continuing the rollback of", end="UPDATE_ROLLBACK_COMPLETE")
+    elif stack and stack["StackStatus"] in UNUSABLE:
+        delete(file)
         stack = None
+    elif stack and stack["StackStatus"] == "IMPORT_ROLLBACK_FAILED":
+        raise settings.UserError(
+            f"the stack {file.slug} is {stack['StackStatus']}, so it cannot be updated. Run: inv down --target {TARGET}"
+        )
     if stack is None:
-        cloudformation.create_stack(**request, OnFailure="DELETE")
-        _wait(file, "creating")
+        made = cloudformation.create_stack(StackName=file.slug, **request, OnFailure="DELETE")
+        _wait(file, made["StackId"], "creating", end="CREATE_COMPLETE")
         return "created"
     try:
-        cloudformation.update_stack(**request)
+        cloudformation.update_stack(StackName=stack["StackId"], **request)
     except botocore.exceptions.ClientError as error:
         if "No updates are to be performed" in error.response["Error"]["Message"]:
             return "is up to date"
         raise
-    _wait(file, "updating")
+    _wait(file, stack["StackId"], "updating", end="UPDATE_COMPLETE")
     return "updated"
 
 
@@ -85,6 +124,12 @@ def _tags(file: ClusterFile, stack: dict[str, Any] | None) -> list[dict[str, str
     mine = caller.owner_tag(file)
     tags = {mine["Key"]: mine["Value"], **tags, "ray-project": file.slug}
     return [{"Key": key, "Value": value} for key, value in tags.items()]
+
+
+def _is_race(error: botocore.exceptions.ClientError) -> bool:
+    """Return whether AWS refused a call because another operation has started, or has just created the stack."""
+    answer = error.response["Error"]
+    return bool(re.search(r"_IN_PROGRESS|^Stack .*(already exists|does not exist)", answer["Message"]))
 
 
 def body(efa_cards: int, more_callers: Sequence[str] = (), *, makes_network: bool) -> str:
@@ -149,35 +194,80 @@ _Loader.add_multi_constructor("!", _long_form)
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete the stack, but not the bucket, and wait until the stack is gone."""
-    if find(file):
-        file.client("cloudformation").delete_stack(StackName=file.slug)
-        _wait(file, "deleting")
+    """Delete the stack, but not the bucket, and wait until the stack is gone.
+
+    AWS can fail to delete a resource that something else still uses, such as a network interface that it frees late.
+    """
+    for attempt in range(1, DELETE_ATTEMPTS + 1):
+        if not (stack := when_idle(file)):
+            return
+        try:
+            file.client("cloudformation").delete_stack(StackName=stack["StackId"])
+            _wait(file, stack["StackId"], "deleting", end="DELETE_COMPLETE")
+        except botocore.exceptions.ClientError as error:
+            if not _is_race(error):
+                raise
+        except OperationFailed:
+            if attempt == DELETE_ATTEMPTS:
+                raise
+        else:
+            return
+        time.sleep(POLL_S)
 
 
-def _wait(file: ClusterFile, action: str) -> None:
-    """Wait until the operation on the stack ends. Raises `settings.UserError` if it fails or takes over ten minutes."""
-    started = time.monotonic()
+def when_idle(file: ClusterFile) -> dict[str, Any] | None:
+    """Wait until no operation changes the stack. Return its description, or None if there is none.
+
+    Raises:
+        settings.UserError: the operation takes over ten minutes, or somebody must first decide about the stack.
+    """
     stack = find(file)
-    stack_id = stack["StackId"] if stack else ""
+    if stack and stack["StackStatus"] == "REVIEW_IN_PROGRESS":
+        raise settings.UserError(
+            f"a change set that nobody has executed holds the name of the stack {file.slug}. Execute it, or run: "
+            f"aws cloudformation delete-stack --stack-name {file.slug} --region {file.region}"
+        )
+    if stack and stack["StackStatus"].endswith("_IN_PROGRESS"):
+        _follow(file, stack["StackId"], "waiting for another operation on")
+        return find(file)
+    return stack
+
+
+def _wait(file: ClusterFile, stack_id: str, action: str, *, end: str) -> None:
+    """Wait until the operation that has just started ends. Raises `OperationFailed` unless the stack is then `end`.
+
+    The id, not the name, finds a stack that has been deleted, and no stack that somebody has made since.
+    """
+    if (status := _follow(file, stack_id, action)) != end:
+        advice = f". Run: inv down --target {TARGET}" if status == "UPDATE_ROLLBACK_FAILED" else ""
+        reason = _failure_reason(file, stack_id)
+        raise OperationFailed(f"{action} the stack {file.slug} failed: {reason.removesuffix('.')}{advice}")
+
+
+def _follow(file: ClusterFile, stack_id: str, action: str) -> str:
+    """Wait until the stack is not busy, and return its state. Raises `settings.UserError` after ten minutes."""
+    cloudformation, started = file.client("cloudformation"), time.monotonic()
     with Console().status(f"{action} the stack {file.slug}") as spinner:
-        while (stack := find(file)) and stack["StackStatus"].endswith("_IN_PROGRESS"):
+        while True:
+            status = cloudformation.describe_stacks(StackName=stack_id)["Stacks"][0]["StackStatus"]
+            if not status.endswith("_IN_PROGRESS"):
+                return status
             waited = time.monotonic() - started
             if waited > STACK_TIMEOUT_S:
                 raise settings.UserError(
-                    f"the stack {file.slug} is still {stack['StackStatus']} after {waited:.0f} s. "
+                    f"the stack {file.slug} is still {status} after {waited:.0f} s. "
                     f"Run: inv {'down' if action == 'deleting' else 'prepare'} --target {TARGET}"
                 )
             spinner.update(f"{action} the stack {file.slug}: {waited:.0f} s")
-            time.sleep(2)
-    failed = stack is not None and re.search("ROLLBACK|FAILED", stack["StackStatus"])
-    if failed or (stack is None) != (action == "deleting"):
-        raise settings.UserError(f"{action} the stack {file.slug} failed: {_failure_reason(file, stack_id)}")
+            time.sleep(POLL_S)
 
 
 def _failure_reason(file: ClusterFile, stack_id: str) -> str:
-    events = file.client("cloudformation").describe_stack_events(StackName=stack_id)["StackEvents"]
-    failed = [event for event in reversed(events) if event["ResourceStatus"].endswith("_FAILED")]
+    """Return the first reason since the latest operation started. Older events are about earlier operations."""
+    pages = file.client("cloudformation").get_paginator("describe_stack_events").paginate(StackName=stack_id)
+    newest_first = (event for page in pages for event in page["StackEvents"])
+    latest = itertools.takewhile(lambda event: event.get("ResourceStatusReason") != STARTED, newest_first)
+    failed = [event for event in latest if event["ResourceStatus"].endswith("_FAILED")]
     if not failed:
-        return f"AWS gives no reason. Run: aws cloudformation describe-stack-events --stack-name {file.slug}"
-    return f"{failed[0]['LogicalResourceId']}: {failed[0].get('ResourceStatusReason', 'no reason given')}"
+        return f"another operation ended it. Run: aws cloudformation describe-stack-events --stack-name {stack_id}"
+    return f"{failed[-1]['LogicalResourceId']}: {failed[-1].get('ResourceStatusReason', 'no reason given')}"

@@ -34,6 +34,7 @@ from cluster.aws import (
     teardown,
     vpc,
 )
+from cluster.aws.deletion import attempt
 from cluster.aws.past_jobs import PastJobs
 from cluster.aws.saved_logs import SavedLogs
 from cluster.common import bucket, instances, prices
@@ -64,8 +65,9 @@ class Aws:
         file = self._file()
         ownership.agree(file, owner, JOIN, f"inv prepare --target {TARGET}")
         prepare.prepare(file)
-        if instances.head(file):
+        if running := instances.head(file):
             self._admit_people(file)
+            load_balancer.register(file, running.id)  # the port or the certificate may have changed
 
     def up(self, yes: bool, wait: bool = False, owner: str = "") -> None:
         file = self._file()
@@ -215,13 +217,12 @@ class Aws:
         ownership.agree(file, owner, "end it?", f"inv down --target {TARGET}")
         if drain_s:
             drain.before_down(self, drain_s)
-        existing = _leftovers(file)
-        teardown.end_instances(file)
-        teardown.delete_orphans(file)
-        prepare.delete(file)
-        secrets_manager.delete(file)
+        existing = teardown.leftovers(file)
+        if failures := attempt("instances", lambda: teardown.end_instances(file)):
+            return [*teardown.leftovers(file), *failures]  # the guard and its stack stay, because they end instances
+        failures = [*teardown.delete_orphans(file), *prepare.delete(file), *secrets_manager.delete(file)]
         ssh_config.remove(file.slug)
-        left = _leftovers(file)
+        left = [*(teardown.leftovers if failures else teardown.settled_leftovers)(file), *failures]
         if not left:
             identity.forget()
             print(
@@ -234,11 +235,6 @@ class Aws:
                 print(f"the bucket with your work is kept: s3://{bucket.name(file)}")
         reservation.show_costs(file)
         return left
-
-
-def _leftovers(file: ClusterFile) -> list[str]:
-    """Return descriptions of everything that the project has on AWS, except the bucket."""
-    return teardown.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
 
 
 def _run_launcher(file: ClusterFile) -> None:

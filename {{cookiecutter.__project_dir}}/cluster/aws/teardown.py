@@ -1,16 +1,21 @@
 """Terminate the project's instances on AWS, delete what outlives them, and find what is left."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import botocore.exceptions
 
 import settings
-from cluster.aws import guard, stack
+from cluster.aws import aws_errors, guard, secrets_manager, stack
+from cluster.aws.deletion import attempt, attempt_each
 from cluster.common import instances
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.console import Console
 
 TERMINATE_TIMEOUT_S = 900
+SETTLE_TIMEOUT_S = 30.0
+SETTLE_S = 3.0
 TEMPLATES = ("head", "cpu", "gpu-*", "serve-*", "reserved")
 """Ends of the names of the launch templates in stack.yaml."""
 
@@ -37,56 +42,115 @@ def end_instances(file: ClusterFile) -> None:
             time.sleep(1)
 
 
-def leftovers(file: ClusterFile) -> list[str]:
-    """Return descriptions of everything that the project still has on AWS, except the bucket and the secrets."""
+def delete_orphans(file: ClusterFile) -> list[str]:
+    """Delete volumes and interfaces that outlived their instances, and cancel open spot requests.
+
+    Return what could not be deleted and why.
+    """
     ec2 = file.client("ec2")
-    tagged = [{"Name": "tag:ray-project", "Values": [file.slug]}]
-    named = [{"Name": "group-name", "Values": [file.slug]}]
-    left = [f"instance {instance.id} ({instance.state})" for instance in instances.living(file)]
-    requests = ec2.describe_spot_instance_requests(
-        Filters=[{"Name": "launch.key-name", "Values": [file.slug]}, {"Name": "state", "Values": ["open", "active"]}]
-    )["SpotInstanceRequests"]
-    left += [f"spot request {request['SpotInstanceRequestId']}" for request in requests]
-    left += [f"volume {volume['VolumeId']}" for volume in ec2.describe_volumes(Filters=tagged)["Volumes"]]
-    interfaces = ec2.describe_network_interfaces(Filters=tagged)["NetworkInterfaces"]
-    left += [f"network interface {interface['NetworkInterfaceId']}" for interface in interfaces]
-    left += [
-        f"security group {group['GroupId']}" for group in ec2.describe_security_groups(Filters=named)["SecurityGroups"]
+    available = [*_tagged(file), {"Name": "status", "Values": ["available"]}]
+    return [
+        *attempt_each(
+            "volume",
+            lambda: [one["VolumeId"] for one in ec2.describe_volumes(Filters=available)["Volumes"]],
+            lambda one: ec2.delete_volume(VolumeId=one),
+        ),
+        *attempt_each(
+            "network interface",
+            lambda: [
+                one["NetworkInterfaceId"]
+                for one in ec2.describe_network_interfaces(Filters=available)["NetworkInterfaces"]
+            ],
+            lambda one: ec2.delete_network_interface(NetworkInterfaceId=one),
+        ),
+        *attempt_each(
+            "spot request",
+            lambda: _spot_requests(file, "open"),
+            lambda one: ec2.cancel_spot_instance_requests(SpotInstanceRequestIds=[one]),
+        ),
     ]
-    for network in ec2.describe_vpcs(Filters=tagged)["Vpcs"]:
+
+
+def leftovers(file: ClusterFile) -> list[str]:
+    """Return descriptions of everything that the project still has on AWS, except the bucket.
+
+    If AWS does not answer one of the questions, this says so, and asks the others.
+    """
+    left: list[str] = []
+    for kind, find in LEFTOVERS.items():
+        found: list[str] = []
+        unknown = attempt(f"perhaps {kind}", lambda found=found, find=find: found.extend(find(file)))
+        left += [*found, *unknown]
+    return left
+
+
+def settled_leftovers(file: ClusterFile) -> list[str]:
+    """Return the leftovers when AWS has finished: it lists what it has just deleted for some more seconds."""
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while (left := leftovers(file)) and time.monotonic() < deadline:
+        time.sleep(SETTLE_S)
+    return left
+
+
+def _tagged(file: ClusterFile) -> list[dict[str, Any]]:
+    return [{"Name": "tag:ray-project", "Values": [file.slug]}]
+
+
+def _spot_requests(file: ClusterFile, *states: str) -> list[str]:
+    filters = [{"Name": "launch.key-name", "Values": [file.slug]}, {"Name": "state", "Values": list(states)}]
+    found = file.client("ec2").describe_spot_instance_requests(Filters=filters)["SpotInstanceRequests"]
+    return [request["SpotInstanceRequestId"] for request in found]
+
+
+def _instances(file: ClusterFile) -> list[str]:
+    return [f"instance {one.id} ({one.state})" for one in instances.living(file)]
+
+
+def _open_requests(file: ClusterFile) -> list[str]:
+    return [f"spot request {one}" for one in _spot_requests(file, "open", "active")]
+
+
+def _volumes(file: ClusterFile) -> list[str]:
+    volumes = file.client("ec2").describe_volumes(Filters=_tagged(file))["Volumes"]
+    return [f"volume {volume['VolumeId']}" for volume in volumes]
+
+
+def _interfaces(file: ClusterFile) -> list[str]:
+    interfaces = file.client("ec2").describe_network_interfaces(Filters=_tagged(file))["NetworkInterfaces"]
+    return [f"network interface {interface['NetworkInterfaceId']}" for interface in interfaces]
+
+
+def _groups(file: ClusterFile) -> list[str]:
+    named = [{"Name": "group-name", "Values": [file.slug]}]
+    groups = file.client("ec2").describe_security_groups(Filters=named)["SecurityGroups"]
+    return [f"security group {group['GroupId']}" for group in groups]
+
+
+def _networks(file: ClusterFile) -> list[str]:
+    ec2, left = file.client("ec2"), []
+    for network in ec2.describe_vpcs(Filters=_tagged(file))["Vpcs"]:
         left.append(f"VPC {network['VpcId']}")
         of_network = [{"Name": "vpc-id", "Values": [network["VpcId"]]}, {"Name": "state", "Values": ["available"]}]
         gateways = ec2.describe_nat_gateways(Filters=of_network)["NatGateways"]
         left += [f"NAT gateway {gateway['NatGatewayId']}" for gateway in gateways]
-    addresses = ec2.describe_addresses(Filters=tagged)["Addresses"]
-    left += [f"elastic IP address {address['PublicIp']}" for address in addresses]
-    keys = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}])["KeyPairs"]
-    left += [f"key pair {key['KeyName']}" for key in keys]
-    templates = ec2.describe_launch_templates(
-        Filters=[{"Name": "launch-template-name", "Values": [f"{file.slug}-{part}" for part in TEMPLATES]}]
-    )["LaunchTemplates"]
-    left += [f"launch template {template['LaunchTemplateName']}" for template in templates]
-    left += _roles_and_profiles(file)
-    if guard.exists(file):
-        left.append("the schedule of the guard")
-    if found := stack.find(file):
-        left.append(f"stack {file.slug} ({found['StackStatus']})")
     return left
 
 
-def delete_orphans(file: ClusterFile) -> None:
-    """Delete volumes and interfaces that outlived their instances, and cancel open spot requests."""
-    ec2 = file.client("ec2")
-    available = [{"Name": "tag:ray-project", "Values": [file.slug]}, {"Name": "status", "Values": ["available"]}]
-    for volume in ec2.describe_volumes(Filters=available)["Volumes"]:
-        ec2.delete_volume(VolumeId=volume["VolumeId"])
-    for interface in ec2.describe_network_interfaces(Filters=available)["NetworkInterfaces"]:
-        ec2.delete_network_interface(NetworkInterfaceId=interface["NetworkInterfaceId"])
-    requests = ec2.describe_spot_instance_requests(
-        Filters=[{"Name": "launch.key-name", "Values": [file.slug]}, {"Name": "state", "Values": ["open"]}]
-    )["SpotInstanceRequests"]
-    if requests:
-        ec2.cancel_spot_instance_requests(SpotInstanceRequestIds=[one["SpotInstanceRequestId"] for one in requests])
+def _addresses(file: ClusterFile) -> list[str]:
+    addresses = file.client("ec2").describe_addresses(Filters=_tagged(file))["Addresses"]
+    return [f"elastic IP address {address['PublicIp']}" for address in addresses]
+
+
+def _keys(file: ClusterFile) -> list[str]:
+    named = [{"Name": "key-name", "Values": [file.slug]}]
+    keys = file.client("ec2").describe_key_pairs(Filters=named)["KeyPairs"]
+    return [f"key pair {key['KeyName']}" for key in keys]
+
+
+def _templates(file: ClusterFile) -> list[str]:
+    named = [{"Name": "launch-template-name", "Values": [f"{file.slug}-{part}" for part in TEMPLATES]}]
+    templates = file.client("ec2").describe_launch_templates(Filters=named)["LaunchTemplates"]
+    return [f"launch template {template['LaunchTemplateName']}" for template in templates]
 
 
 def _roles_and_profiles(file: ClusterFile) -> list[str]:
@@ -101,8 +165,39 @@ def _roles_and_profiles(file: ClusterFile) -> list[str]:
             try:
                 ask()
             except botocore.exceptions.ClientError as error:
-                if error.response["Error"]["Code"] != "NoSuchEntity":
+                if not aws_errors.is_missing(error):
                     raise
             else:
                 left.append(f"{kind} {name}")
     return left
+
+
+def _schedule(file: ClusterFile) -> list[str]:
+    return ["the schedule of the guard"] if guard.exists(file) else []
+
+
+def _secrets(file: ClusterFile) -> list[str]:
+    return [f"secret {name}" for name in secrets_manager.names(file)]
+
+
+def _stack(file: ClusterFile) -> list[str]:
+    found = stack.find(file)
+    return [f"stack {file.slug} ({found['StackStatus']})"] if found else []
+
+
+LEFTOVERS: dict[str, Callable[[ClusterFile], list[str]]] = {
+    "instances": _instances,
+    "spot requests": _open_requests,
+    "volumes": _volumes,
+    "network interfaces": _interfaces,
+    "security groups": _groups,
+    "a VPC": _networks,
+    "elastic IP addresses": _addresses,
+    "key pairs": _keys,
+    "launch templates": _templates,
+    "roles": _roles_and_profiles,
+    "the schedule of the guard": _schedule,
+    "secrets": _secrets,
+    "a stack": _stack,
+}
+"""What `down` may leave behind, and the functions that find it."""

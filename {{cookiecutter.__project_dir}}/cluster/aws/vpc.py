@@ -112,9 +112,22 @@ def find_network(file: ClusterFile, section: NetworkSection, offers: Offers | No
     """Return the network of the running stack, or choose one for a new stack. `offers` is what `zones.offered` returns.
 
     Raises:
-        settings.UserError: no zone or subnet is suitable.
+        settings.UserError: no zone or subnet is suitable, or the stack is in another VPC.
     """
     offers = offers or zones.offered(file)
+    network = _choose_network(file, section, offers)
+    stays_in = stack.parameters(file).get("Vpc", network.vpc)
+    if network.vpc != stays_in:
+        # the security group has a fixed name and the instances, so CloudFormation cannot replace it
+        raise settings.UserError(
+            f"the stack {file.slug} is in {stays_in or 'a VPC of its own'}, and subnets in [cluster.network] of "
+            f"settings.toml now mean {network.vpc or 'a VPC of its own'}. To move it, run: inv down --target {TARGET} "
+            f"  then: inv up --target {TARGET}"
+        )
+    return network
+
+
+def _choose_network(file: ClusterFile, section: NetworkSection, offers: Offers) -> Network:
     if section.subnets:
         return _network_of_subnets(file, section, offers)
     with_gpus = zones.of_gpus(file, offers)
@@ -246,8 +259,7 @@ def _zones_of_stack(file: ClusterFile) -> list[str]:
 
     They never change, because CloudFormation would have to replace subnets in which instances run.
     """
-    parameters = (stack.find(file) or {}).get("Parameters", [])
-    known = {parameter["ParameterKey"]: parameter["ParameterValue"] for parameter in parameters}
+    known = stack.parameters(file)
     return [known[f"Zone{number}"] for number in range(1, ZONES + 1) if f"Zone{number}" in known]
 
 

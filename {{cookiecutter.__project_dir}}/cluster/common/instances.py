@@ -82,21 +82,35 @@ def head(file: ClusterFile) -> Instance | None:
 
 
 def terminate(file: ClusterFile, ids: Sequence[str]) -> None:
-    """Terminate instances in the order of their ids.
+    """Terminate instances in the order of their ids. If EC2 refuses to terminate some, terminate the others.
 
-    For some seconds, EC2 does not know an instance that it has just launched, and then terminates none of the others.
+    EC2 rejects an entire call because of one instance, such as one that it does not know for some seconds after its
+    launch, or not any more. An instance that it does not know for UNKNOWN_S is gone.
+
+    Raises:
+        botocore.exceptions.ClientError: EC2 refuses to terminate an instance.
     """
-    ec2 = file.client("ec2")
+    ec2, left, refusal = file.client("ec2"), list(ids), None
+    try:
+        ec2.terminate_instances(InstanceIds=left)
+    except botocore.exceptions.ClientError:
+        pass  # because of one of them
+    else:
+        return
     deadline = time.monotonic() + UNKNOWN_S
-    while True:
-        try:
-            ec2.terminate_instances(InstanceIds=list(ids))
-        except botocore.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] != "InvalidInstanceID.NotFound" or time.monotonic() > deadline:
-                raise
+    while left and time.monotonic() <= deadline:
+        for one in list(left):
+            try:
+                ec2.terminate_instances(InstanceIds=[one])
+            except botocore.exceptions.ClientError as error:
+                if error.response["Error"]["Code"] == "InvalidInstanceID.NotFound":
+                    continue
+                refusal = error
+            left.remove(one)
+        if left:
             time.sleep(1)
-        else:
-            return
+    if refusal:
+        raise refusal
 
 
 def _from_ec2(instance: dict[str, Any]) -> Instance:

@@ -12,6 +12,8 @@ The wrapper adds what moto lacks:
 - EC2 ends some instances during their launch (see launch_failures.py).
 - It refuses launches as EC2 does (see launch_rules.py), schedules as EventBridge Scheduler does (see schedules.py), and
   stacks with what is not modeled (see stack_resources.py).
+- Resources vanish before they are deleted, or are still in use (see deletions.py).
+- Operations on stacks take time (see stack_states.py), replace resources, and need permissions (see stack_updates.py).
 - It answers calls that moto does not support (see stubs.py), and records every call.
 """
 
@@ -21,6 +23,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,7 +31,7 @@ from moto.ec2.models import ec2_backends
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 from moto.server import DomainDispatcherApplication, create_backend_app
 
-from cluster.aws import quotas, stack
+from cluster.aws import quotas
 from cluster.emulator import (
     iam,
     launch_rules,
@@ -39,9 +42,11 @@ from cluster.emulator import (
     reservations,
     schedules,
     stack_resources,
+    stack_states,
     stubs,
 )
 from cluster.emulator.consistency import CONFLICT, Consistency
+from cluster.emulator.deletions import Deletions
 from cluster.emulator.launch_failures import LaunchFailures
 from cluster.emulator.reservations import Reservations
 from cluster.emulator.throttling import Throttle
@@ -119,11 +124,21 @@ class Api:
         self.reservations = Reservations()
         self.launch_failures = LaunchFailures()
         self.used_codes: set[str] = set()
+        self.stacks = stack_states.StackStates()
+        self.deletions = Deletions()
         self._lock = threading.Lock()
+        self._stack_lock = threading.Lock()  # moto shows a stack before its creation is complete
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         body = _read_body(environ)
         call = _parse(environ, body)
+        self.stacks.end_due()
+        with self._stack_lock if call.service == "cloudformation" else nullcontext():
+            return self._answer(call, environ, body, start_response)
+
+    def _answer(
+        self, call: Call, environ: dict[str, Any], body: bytes, start_response: StartResponse
+    ) -> Iterable[bytes]:
         try:
             rejected_requests.check_clock(environ, call.service, self.faults.clock_s)
             rejected_requests.check_region(call.service, call.region, self.faults.disabled_regions)
@@ -139,12 +154,13 @@ class Api:
             self.consistency.check(call.action, call.parameters, call.place)
             if call.service == "s3":
                 permissions.refuse_foreign_bucket(principal.account, environ["PATH_INFO"])
+            self.deletions.check(call.action)
             if call.service == "s3" and environ["REQUEST_METHOD"] in ("PUT", "DELETE"):
                 self.consistency.check_write(environ)
             if call.service == "scheduler" and environ["REQUEST_METHOD"] in ("POST", "PUT"):
                 schedules.check(json.loads(body))
             if "TemplateBody" in call.parameters:
-                stack_resources.refuse_unmodeled(stack.parse(call.parameters["TemplateBody"]))
+                stack_resources.refuse_unmodeled(json.loads(call.parameters["TemplateBody"]))
             text = self._respond(call, principal)
             if call.action == "RunInstances":
                 body = _with_count(body, self._allocate(call))
@@ -154,14 +170,18 @@ class Api:
         self._record(call)
         if text is not None:
             return _send("200 OK", text, start_response)
-        answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
+        late = self.deletions.late(call.action)
+        environ |= {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
+        answer = self.moto(environ, start_response if late is None else lambda *args: None)
+        if late:
+            return _send_error(call.service, late, start_response)
         if call.action == "RunInstances":
             started = moto_instances.complete(call.account, call.region, call.parameters)
             self.consistency.note_launch(started)
             self.launch_failures.note_launch(call.region, principal, started)
             self.reservations.note_launch(call.parameters.get(reservations.TARGET), started)
-        if call.action == "UpdateStack":
-            stack_resources.create_missing(call.account, call.region, call.parameters["StackName"])
+        if call.service == "cloudformation":
+            self.stacks.note(call.action, call.region, call.parameters, call.account)
         if call.action == "ListSecrets":
             answer = [b"".join(answer)]
             self.consistency.keep_list(call.parameters, answer[0], call.place)
@@ -175,6 +195,8 @@ class Api:
             text = self.reservations.respond(call.action, call.region, call.parameters, call.account)
             if text is not None:
                 return text
+        if call.service == "cloudformation":
+            return self.stacks.begin(call.action, call.region, call.parameters, principal)
         if call.action == "DescribeInstanceTypeOfferings":
             return offerings.describe(call.region, call.parameters, self.faults.not_offered)
         if call.action == "GetServiceQuota":

@@ -26,7 +26,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
 from cluster.aws import identity
-from cluster.emulator import host_image, moto_instances, slow_ends
+from cluster.emulator import host_image, moto_instances, slow_ends, stack_states
 from cluster.emulator.addresses import CHECK_IP_PORT, CONTROL_PORT, ENDPOINT, GATEWAY
 from cluster.emulator.api import Api, InjectedFaults, StartResponse
 from cluster.emulator.host import Host
@@ -173,10 +173,12 @@ class ControlApi:
         broken_machines: int = 0,
         without_volumes: int = 0,
         end_s: float | None = None,
+        stack_s: float | None = None,
+        gone: dict[str, int] | None = None,
     ) -> None:
         """Set the faults, interrupt a spot instance after a notice, backdate all leases, reboot an instance, fill an
-        instance's disk, change a reservation, let the next machines with GPUs lack one or fail during their launch, or
-        set how long machines take to end.
+        instance's disk, change a reservation, let the next machines with GPUs lack one or fail during their launch, set
+        how long machines take to end and operations on stacks take, or which of the next deletions find nothing.
 
         `reservation` has the arguments of `Reservations.put`. Its hosts get the new end, as if time had passed.
         """
@@ -198,6 +200,9 @@ class ControlApi:
         self.cloud.launch_failures.without_volumes += without_volumes
         if end_s is not None:
             self.ends.seconds = end_s
+        if stack_s is not None:
+            self.api.stacks.seconds = stack_s
+        self.api.deletions.gone.update(gone or {})
         if reservation is not None:
             self.api.reservations.put(**reservation)
             for instance_id, host in list(self.cloud.hosts.items()):
@@ -238,6 +243,7 @@ def run(region: str, pins: Path) -> None:
     _set_home()
     api, metadata, ends = Api(), MetadataService(), slow_ends.SlowEnds()
     slow_ends.install(ends)
+    api.stacks.seconds = stack_states.DURATION_S
     cloud = Cloud(layers, host_image.shared_paths(), api.reservations, api.launch_failures)
     for host, port, application in (
         (GATEWAY, 80, api),

@@ -50,6 +50,8 @@ def required_by(
         return list(_schedule(account, region, http["method"], http["path"].rpartition("/")[2], http["body"]))
     if service == "secretsmanager" and action == "GetSecretValue":
         return [Permission("secretsmanager:GetSecretValue", _secret_arn(account, region, parameters["SecretId"]), {})]
+    if service == "secretsmanager" and action == "CreateSecret" and parameters.get("Tags"):
+        return [Permission(f"secretsmanager:{one}", "*", {}) for one in ("CreateSecret", "TagResource")]
     return [Permission(f"{service}:{action}", "*", {})]
 
 

@@ -58,9 +58,9 @@ def run() -> None:
     """
     file, target, started = cluster_file.load(), Aws(), time.time()
     with ThreadPoolExecutor(1) as background:
+        uploading = background.submit(upload_assets, file)
         with _step("prepare: roles, security group, launch templates, bucket, key pair"):
             target.prepare()
-        uploading = background.submit(upload_assets, file)
         with _step("up: the real `ray up`"):
             target.up(yes=True)
         with _step("bake: store the head's packages, which the workers unpack"):
@@ -142,7 +142,7 @@ def _check_plain_ssh(file: ClusterFile, *, works: bool) -> None:
 
 
 def upload_assets(file: ClusterFile) -> None:
-    """Upload a tiny model, and rows packed for it, to the bucket."""
+    """Make a tiny model, and rows packed for it, while CloudFormation works. Upload both when there is a bucket."""
     client, name = file.client("s3"), bucket.name(file)
     with tempfile.TemporaryDirectory() as folder:
         rows, model, packed = f"{folder}/rows", f"{folder}/models/tiny", f"{folder}/data/packed"
@@ -158,6 +158,7 @@ def upload_assets(file: ClusterFile) -> None:
         )
         if packing.returncode:
             raise settings.UserError(f"preprocess failed: {packing.stderr.strip().splitlines()[-1]}")
+        wait_for(lambda: bucket.exists(file), 120, "the bucket")
         for path in Path(folder).rglob("*"):
             if path.is_file():
                 client.upload_file(str(path), name, str(path.relative_to(folder)))

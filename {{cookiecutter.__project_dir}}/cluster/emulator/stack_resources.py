@@ -3,20 +3,21 @@
 moto answers CREATE_COMPLETE for types that it does not know, and ignores properties. Both would hide faults, so
 `refuse_unmodeled` rejects a template with a type or property that is not listed here.
 
-Importing this module replaces moto's classes for these types.
+Importing this module replaces moto's classes for these types. stack_updates.py decides when a resource is updated,
+replaced or deleted.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from moto.budgets.models import budgets_backends
-from moto.cloudformation.models import cloudformation_backends
 from moto.cloudformation.parsing import get_model_map
 from moto.core.common_models import CloudFormationModel
 from moto.ec2.exceptions import DependencyViolationError
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.security_groups import SecurityGroup as MotoSecurityGroup
-from moto.ec2.models.subnets import Subnet as MotoSubnet
+from moto.elbv2.models import FakeListener, FakeLoadBalancer, FakeTargetGroup, elbv2_backends
+from moto.iam.models import Role as MotoRole
 from moto.s3.models import FakeBucket, s3_backends
 
 from cluster.emulator.iam import AwsError
@@ -43,7 +44,7 @@ MODELED = {
     "AWS::ElasticLoadBalancingV2::TargetGroup": "VpcId Protocol Port TargetType HealthCheckPath Tags",
     "AWS::ElasticLoadBalancingV2::Listener": "LoadBalancerArn Protocol Port SslPolicy Certificates DefaultActions",
     "AWS::S3::Bucket": "BucketName BucketEncryption PublicAccessBlockConfiguration Tags",
-    "AWS::IAM::Role": "RoleName AssumeRolePolicyDocument Tags",
+    "AWS::IAM::Role": "RoleName AssumeRolePolicyDocument PermissionsBoundary Tags",
     "AWS::IAM::InstanceProfile": "InstanceProfileName Roles",
     "AWS::IAM::Policy": "PolicyName Roles PolicyDocument",
 }
@@ -73,17 +74,6 @@ def _unmodeled(name: str, what: str) -> AwsError:
         "ValidationError",
         f"the emulator does not model {what} of the resource {name}. Add it to cluster/emulator/stack_resources.py",
     )
-
-
-def create_missing(account: str, region: str, name: str) -> None:
-    """After an update, create the resources of a stack of which only now the condition holds.
-
-    moto creates only those that refer to a changed parameter directly. It also never deletes a resource of which the
-    condition does not hold any more.
-    """
-    resources = cloudformation_backends[account][region].get_stack(name).resource_map
-    for logical_id in resources.resources:
-        _ = resources[logical_id]
 
 
 class _Resource(CloudFormationModel):
@@ -208,11 +198,21 @@ class SubnetRouteTableAssociation(_Resource):
 
     @staticmethod
     def create(ec2: Any, properties: dict[str, Any], name: str) -> str:
-        return ec2.associate_route_table(properties["RouteTableId"], subnet_id=properties["SubnetId"])
+        table, subnet = properties["RouteTableId"], properties["SubnetId"]
+        for association, associated in _associations(ec2).items():
+            if associated == subnet:
+                return ec2.replace_route_table_association(association, table)
+        return ec2.associate_route_table(table, subnet_id=subnet)
 
     @staticmethod
     def end(ec2: Any, physical_id: str) -> None:
-        ec2.disassociate_route_table(physical_id)
+        if physical_id in _associations(ec2):  # another table may have replaced it
+            ec2.disassociate_route_table(physical_id)
+
+
+def _associations(ec2: Any) -> dict[str, str]:
+    """Return the subnets with a route table of their own, by the ids of the associations."""
+    return {key: subnet for table in ec2.route_tables.values() for key, subnet in table._associations.items()}
 
 
 class VPCEndpoint(_Resource):
@@ -272,29 +272,6 @@ class NatGateway(_Resource):
         ec2.delete_nat_gateway(physical_id)
 
 
-class Subnet(CloudFormationModel):
-    """moto's subnet. A stack's update keeps it, while moto forgets it."""
-
-    @staticmethod
-    def cloudformation_name_type() -> str:
-        return ""
-
-    @staticmethod
-    def cloudformation_type() -> str:
-        return "AWS::EC2::Subnet"
-
-    @classmethod
-    def update_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> Any:
-        del args
-        subnet, wanted = kwargs["original_resource"], kwargs["cloudformation_json"]["Properties"]
-        if (subnet.availability_zone, subnet.cidr_block) != (wanted["AvailabilityZone"], wanted["CidrBlock"]):
-            raise AwsError("ValidationError", "the emulator cannot replace a subnet of a stack")
-        return subnet
-
-    create_from_cloudformation_json = MotoSubnet.create_from_cloudformation_json
-    delete_from_cloudformation_json = MotoSubnet.delete_from_cloudformation_json
-
-
 class SecurityGroup(CloudFormationModel):
     """moto's security group, with the rules for outgoing traffic.
 
@@ -320,8 +297,42 @@ class SecurityGroup(CloudFormationModel):
             _authorize_egress(ec2_backends[account][region], group.id, rule["IpProtocol"], ip_ranges=ranges)
         return group
 
-    update_from_cloudformation_json = MotoSecurityGroup.update_from_cloudformation_json
+    @classmethod
+    def update_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> Any:
+        """Change the rules for addresses, while moto makes another group. Rules for groups are other resources."""
+        del args
+        group, ec2 = kwargs["original_resource"], ec2_backends[kwargs["account_id"]][kwargs["region_name"]]
+        group.ingress_rules = [rule for rule in group.ingress_rules if rule.source_group]
+        for rule in kwargs["cloudformation_json"]["Properties"].get("SecurityGroupIngress", []):
+            ports = rule["FromPort"], rule["ToPort"]
+            ec2.authorize_security_group_ingress(group.id, rule["IpProtocol"], *ports, ip_ranges=rule["CidrIp"])
+        return group
+
     delete_from_cloudformation_json = MotoSecurityGroup.delete_from_cloudformation_json
+
+
+class SecurityGroupIngress(_Resource):
+    """A rule that lets another group connect."""
+
+    TYPE = "AWS::EC2::SecurityGroupIngress"
+
+    @staticmethod
+    def create(ec2: Any, properties: dict[str, Any], name: str) -> str:
+        source, ports = properties["SourceSecurityGroupId"], (properties.get("FromPort"), properties.get("ToPort"))
+        ec2.authorize_security_group_ingress(
+            properties["GroupId"], properties["IpProtocol"], *ports, ip_ranges=[], source_groups=[{"GroupId": source}]
+        )
+        return f"{properties['GroupId']}|{source}|{ports[0]}"
+
+    @staticmethod
+    def end(ec2: Any, physical_id: str) -> None:
+        group_id, source, port = physical_id.split("|")
+        if group := ec2.get_security_group_by_name_or_id(group_id):
+            group.ingress_rules = [
+                rule
+                for rule in group.ingress_rules
+                if (str(rule.from_port), (rule.source_group or {}).get("GroupId")) != (port, source)
+            ]
 
 
 class SecurityGroupEgress(_Resource):
@@ -379,13 +390,112 @@ class Budget(_Resource):
 
     @staticmethod
     def create(ec2: Any, properties: dict[str, Any], name: str) -> str:
-        notifications = properties["NotificationsWithSubscribers"]
-        budgets_backends[ec2.account_id]["aws"].create_budget(ec2.account_id, properties["Budget"], notifications)
-        return properties["Budget"]["BudgetName"]
+        budget, account = {"BudgetName": name} | properties["Budget"], ec2.account_id
+        budgets_backends[account]["aws"].create_budget(account, budget, properties["NotificationsWithSubscribers"])
+        return budget["BudgetName"]
+
+    @classmethod
+    def update_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> "Budget":  # type: ignore[override]
+        del args
+        budget, account = kwargs["original_resource"], kwargs["account_id"]
+        wanted = kwargs["cloudformation_json"]["Properties"]["Budget"]
+        found = budgets_backends[account]["aws"].budgets[account][budget.physical_id].budget
+        found["BudgetLimit"] = wanted["BudgetLimit"]
+        return budget
 
     @staticmethod
     def end(ec2: Any, physical_id: str) -> None:
         budgets_backends[ec2.account_id]["aws"].delete_budget(ec2.account_id, physical_id)
+
+
+class LoadBalancer(CloudFormationModel):
+    """moto's load balancer, of which an update can change the subnets."""
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return "Name"
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::ElasticLoadBalancingV2::LoadBalancer"
+
+    @classmethod
+    def update_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> Any:
+        del args
+        balancer, wanted = kwargs["original_resource"], kwargs["cloudformation_json"]["Properties"]
+        backend = elbv2_backends[kwargs["account_id"]][kwargs["region_name"]]
+        backend.set_subnets(balancer.arn, wanted["Subnets"], [])
+        return balancer
+
+    create_from_cloudformation_json = FakeLoadBalancer.create_from_cloudformation_json
+    delete_from_cloudformation_json = FakeLoadBalancer.delete_from_cloudformation_json
+
+
+class Listener(CloudFormationModel):
+    """moto's listener, which moto deletes only with its load balancer."""
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return ""
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::ElasticLoadBalancingV2::Listener"
+
+    @classmethod
+    def delete_from_cloudformation_json(  # type: ignore[override]
+        cls, resource_name: str, cloudformation_json: Any, account_id: str, region_name: str
+    ) -> None:
+        elbv2_backends[account_id][region_name].delete_listener(resource_name)
+
+    create_from_cloudformation_json = FakeListener.create_from_cloudformation_json
+    update_from_cloudformation_json = FakeListener.update_from_cloudformation_json
+
+
+class TargetGroup(CloudFormationModel):
+    """moto's target group, which moto never deletes."""
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return "Name"
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::ElasticLoadBalancingV2::TargetGroup"
+
+    @classmethod
+    def delete_from_cloudformation_json(  # type: ignore[override]
+        cls, resource_name: str, cloudformation_json: Any, account_id: str, region_name: str
+    ) -> None:
+        elbv2_backends[account_id][region_name].delete_target_group(resource_name)
+
+    create_from_cloudformation_json = FakeTargetGroup.create_from_cloudformation_json
+
+
+class Role(CloudFormationModel):
+    """moto's role, of which an update can change the permissions boundary."""
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return "RoleName"
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::IAM::Role"
+
+    @classmethod
+    def has_cfn_attr(cls, attr: str) -> bool:
+        return attr == "Arn"
+
+    @classmethod
+    def update_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> Any:
+        del args
+        role, wanted = kwargs["original_resource"], kwargs["cloudformation_json"]["Properties"]
+        role.permissions_boundary_arn = wanted.get("PermissionsBoundary", "")
+        return role
+
+    create_from_cloudformation_json = MotoRole.create_from_cloudformation_json
+    delete_from_cloudformation_json = MotoRole.delete_from_cloudformation_json
 
 
 class Bucket(CloudFormationModel):
@@ -411,9 +521,8 @@ class Bucket(CloudFormationModel):
     delete_from_cloudformation_json = FakeBucket.delete_from_cloudformation_json
 
 
-get_model_map().update(
-    {kind.cloudformation_type(): kind for kind in (*_Resource.__subclasses__(), Subnet, SecurityGroup, Bucket)}
-)
+CHANGED = (*_Resource.__subclasses__(), SecurityGroup, LoadBalancer, Listener, TargetGroup, Role, Bucket)
+get_model_map().update({kind.cloudformation_type(): kind for kind in CHANGED})
 
 
 def _running(ec2: Any) -> Iterator[Any]:

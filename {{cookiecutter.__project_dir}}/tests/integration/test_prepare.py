@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import itertools
+import json
 import re
 import threading
 import time
@@ -903,3 +904,39 @@ def test_the_guard_waits_until_its_role_is_known(aws: Api, monkeypatch: pytest.M
 def test_a_stack_without_a_guard_is_an_error(aws: Api) -> None:
     with pytest.raises(settings.UserError, match=r"has no guard yet\. Run: inv prepare --target aws"):
         guard.move(FILE, NOW, hours=24)
+
+
+# ---------------------------------------------------------------- what cannot change
+
+
+def test_a_stack_stays_in_its_vpc(aws: Api, assign: Callable[[str, str], None]) -> None:
+    prepare.prepare(FILE)
+    default, *_ = (one["SubnetId"] for one in FILE.client("ec2").describe_subnets()["Subnets"])
+    assign("cluster.network", f'subnets = ["{default}"]')
+    with pytest.raises(settings.UserError, match=r"is in a VPC of its own, and subnets .* To move it, run: inv down"):
+        prepare.prepare(FILE)
+
+
+def test_the_network_of_running_workers_stays(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    prepare.prepare(launcher_file.load())
+    (worker,) = launch()
+    tags = [{"Key": "ray-user-node-type", "Value": launcher_file.RESERVED}]
+    FILE.client("ec2").create_tags(Resources=[worker["InstanceId"]], Tags=tags)
+    assign("cluster.network", "efa = false")
+    with pytest.raises(settings.UserError, match=rf"efa in settings.toml cannot change .* \({worker['InstanceId']}\)"):
+        prepare.prepare(launcher_file.load())
+
+
+def test_a_change_set_that_nobody_executed_is_said(aws: Api) -> None:
+    network = {"Type": "AWS::EC2::VPC", "Properties": {"CidrBlock": "10.0.0.0/16"}}
+    FILE.client("cloudformation").create_change_set(
+        StackName=FILE.slug,
+        ChangeSetName="mine",
+        ChangeSetType="CREATE",
+        TemplateBody=json.dumps({"Resources": {"Network": network}}),
+    )
+    with pytest.raises(
+        settings.UserError, match=r"holds the name of the stack .* run: aws cloudformation delete-stack"
+    ):
+        prepare.prepare(FILE)

@@ -6,13 +6,17 @@ from functools import partial
 from botocore.exceptions import ClientError
 
 import settings
-from cluster.aws import aws_errors, budget, vpc
+from cluster.aws import aws_errors, boundary, budget, stack, vpc
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import bucket, instances
 from cluster.doctor import Finding, judge
 
 GUARD_ROLE = "arn:{partition}:iam::{account}:role/{slug}-{region}-guard"
 GUARD_CALLER_ROLE = f"{GUARD_ROLE}-caller"
+HEAD_ROLE = "arn:{partition}:iam::{account}:role/{slug}-{region}-head"
+BALANCING = "elasticloadbalancing.amazonaws.com"
+BALANCING_ROLE = "AWSServiceRoleForElasticLoadBalancing"
+BALANCING_ARN = f"arn:{{partition}}:iam::{{account}}:role/aws-service-role/{BALANCING}/{BALANCING_ROLE}"
 EC2 = "ec2.amazonaws.com"
 # The services to which roles are passed. The other roles are passed to EC2.
 PASSED_TO = {GUARD_ROLE: "lambda.amazonaws.com", GUARD_CALLER_ROLE: "scheduler.amazonaws.com"}
@@ -21,6 +25,7 @@ PASSED_TO = {GUARD_ROLE: "lambda.amazonaws.com", GUARD_CALLER_ROLE: "scheduler.a
 ACTIONS = {
     "*": "ec2:DescribeInstances ec2:DescribeInstanceTypes ec2:DescribeInstanceTypeOfferings "
     "ec2:DescribeSpotPriceHistory ec2:DescribeVpcs ec2:DescribeSubnets ec2:DescribeSecurityGroups "
+    "ec2:DescribeSecurityGroupRules "
     "ec2:DescribeKeyPairs ec2:DescribeVolumes ec2:DescribeLaunchTemplates ec2:DescribeLaunchTemplateVersions "
     "ec2:DescribeNetworkInterfaces ec2:DescribeSpotInstanceRequests ec2:CancelSpotInstanceRequests ec2:DeleteVolume "
     "ec2:DeleteNetworkInterface ec2:ImportKeyPair ec2:DeleteKeyPair ec2:CreateSecurityGroup ec2:DeleteSecurityGroup "
@@ -32,7 +37,8 @@ ACTIONS = {
     "arn:{partition}:ec2:{region}:{account}:instance/*": "ec2:RunInstances ec2:CreateTags ec2:TerminateInstances",
     "arn:{partition}:cloudformation:{region}:{account}:stack/{slug}/*": "cloudformation:CreateStack "
     "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
-    "cloudformation:DescribeStackEvents",
+    "cloudformation:DescribeStackEvents cloudformation:ContinueUpdateRollback",
+    "arn:{partition}:ec2:{region}:{account}:security-group/*": "ec2:CreateTags",
     "arn:{partition}:s3:::{bucket}": "s3:ListBucket",
     "arn:{partition}:secretsmanager:{region}:{account}:secret:{slug}/*": "secretsmanager:CreateSecret "
     "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
@@ -42,8 +48,8 @@ ACTIONS = {
     "lambda:UpdateFunctionCode lambda:UpdateFunctionConfiguration lambda:DeleteFunction lambda:TagResource",
     "arn:{partition}:scheduler:{region}:{account}:schedule/default/{slug}-guard": "scheduler:CreateSchedule "
     "scheduler:GetSchedule scheduler:UpdateSchedule scheduler:DeleteSchedule",
-    "arn:{partition}:iam::{account}:role/{slug}-{region}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
-    "iam:PutRolePolicy iam:GetRolePolicy iam:DeleteRolePolicy iam:PassRole",
+    HEAD_ROLE: "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole iam:PutRolePolicy iam:GetRolePolicy "
+    "iam:DeleteRolePolicy iam:ListRolePolicies iam:ListAttachedRolePolicies iam:PassRole",
     GUARD_ROLE: "iam:PassRole",
     GUARD_CALLER_ROLE: "iam:PassRole",
     "arn:{partition}:iam::{account}:instance-profile/{slug}-{region}-head": "iam:CreateInstanceProfile "
@@ -60,7 +66,8 @@ VPC_ACTIONS = {
     "*": "ec2:CreateVpc ec2:ModifyVpcAttribute ec2:DeleteVpc ec2:DescribeVpcAttribute ec2:CreateSubnet "
     "ec2:DeleteSubnet ec2:CreateInternetGateway ec2:AttachInternetGateway ec2:DetachInternetGateway "
     "ec2:DeleteInternetGateway ec2:DescribeInternetGateways ec2:CreateRouteTable ec2:DeleteRouteTable "
-    "ec2:AssociateRouteTable ec2:DisassociateRouteTable ec2:CreateRoute ec2:DeleteRoute ec2:CreateVpcEndpoint "
+    "ec2:AssociateRouteTable ec2:ReplaceRouteTableAssociation "
+    "ec2:DisassociateRouteTable ec2:CreateRoute ec2:DeleteRoute ec2:CreateVpcEndpoint "
     "ec2:DescribeVpcEndpoints ec2:DeleteVpcEndpoints",
 }
 # Additional actions for the NAT gateway of that VPC, if workers are private.
@@ -71,11 +78,16 @@ HTTPS_ACTIONS = {
     "elasticloadbalancing:DescribeLoadBalancers elasticloadbalancing:ModifyLoadBalancerAttributes "
     "elasticloadbalancing:CreateTargetGroup elasticloadbalancing:DeleteTargetGroup "
     "elasticloadbalancing:DescribeTargetGroups elasticloadbalancing:RegisterTargets "
-    "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
-    "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
+    "elasticloadbalancing:CreateListener elasticloadbalancing:ModifyListener elasticloadbalancing:DeleteListener "
+    "elasticloadbalancing:DescribeListeners elasticloadbalancing:SetSubnets elasticloadbalancing:AddTags",
 }
+# Additional action for the first load balancer of an account.
+BALANCING_ACTIONS = {BALANCING_ARN: "iam:CreateServiceLinkedRole"}
+# Additional actions if [cluster.iam] of settings.toml names a permissions boundary, or no longer names one.
+BOUNDARY_ACTIONS = {HEAD_ROLE: "iam:PutRolePermissionsBoundary"}
+NO_BOUNDARY_ACTIONS = {HEAD_ROLE: "iam:DeleteRolePermissionsBoundary"}
 # Additional actions for the budget, if [cluster.budget] of settings.toml has one.
-BUDGET_ACTIONS = {"*": "budgets:ModifyBudget budgets:ViewBudget"}
+BUDGET_ACTIONS = {"*": "budgets:ModifyBudget budgets:ViewBudget budgets:TagResource budgets:ListTagsForResource"}
 # Actions that only the doctor needs. If AWS denies one, the report of the failed check names it.
 DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
@@ -100,7 +112,7 @@ def check(account: Account) -> Iterator[Finding]:
     except ClientError as error:
         tried = list(_dry_runs(account))
         yield from tried
-        rest = f"{_needed_count() - len(tried)} other actions of inv up and inv down are not checked"
+        rest = f"{_needed_count(account) - len(tried)} other actions of inv up and inv down are not checked"
         why = (
             aws_errors.denial(error) or f"Ask for the permission {denied_action(error, KNOWN_ACTIONS)}"
             if aws_errors.missing_permission(error)
@@ -108,15 +120,19 @@ def check(account: Account) -> Iterator[Finding]:
         )
         yield Finding("warning", f"{rest}. {why}. {RETRY}")
         return
-    needed = _needed_count()
+    needed = _needed_count(account)
+    remedy = f"Add the others to the policy of {account.arn}: {', '.join(dict.fromkeys(missing))}"
+    if "iam:CreateRole" in missing and not boundary.load():
+        remedy += (
+            ". If your company requires a permissions boundary for roles, set permissions_boundary in [cluster.iam] of "
+            "settings.toml"
+        )
     yield judge(
-        not missing,
-        f"you have {needed - len(missing)} of the {needed} permissions for inv up and inv down",
-        f"Add the others to the policy of {account.arn}: {', '.join(dict.fromkeys(missing))}",
+        not missing, f"you have {needed - len(missing)} of the {needed} permissions for inv up and inv down", remedy
     )
 
 
-def _needed_actions() -> list[tuple[str, str]]:
+def _needed_actions(account: Account) -> list[tuple[str, str]]:
     """Return the needed actions by resource, including those for what settings.toml asks for."""
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
     makes_vpc = not section.subnets
@@ -126,12 +142,24 @@ def _needed_actions() -> list[tuple[str, str]]:
         *(VPC_ACTIONS.items() if makes_vpc else []),
         *(NAT_ACTIONS.items() if makes_vpc and section.private else []),
         *(HTTPS_ACTIONS.items() if section.certificate else []),
+        *(BALANCING_ACTIONS.items() if section.certificate and _lacks_balancing_role(account) else []),
+        *(BOUNDARY_ACTIONS.items() if boundary.load() else []),
+        *(NO_BOUNDARY_ACTIONS.items() if not boundary.load() and stack.parameters(account).get("Boundary") else []),
         *(BUDGET_ACTIONS.items() if budget.stack_parameters() else []),
     ]
 
 
-def _needed_count() -> int:
-    return sum(len(actions.split()) for _, actions in _needed_actions())
+def _needed_count(account: Account) -> int:
+    return sum(len(actions.split()) for _, actions in _needed_actions(account))
+
+
+def _lacks_balancing_role(account: Account) -> bool:
+    """Return whether the account has never had a load balancer, as far as the caller may know."""
+    try:
+        account.client("iam").get_role(RoleName=BALANCING_ROLE)
+    except ClientError as error:
+        return aws_errors.is_missing(error)
+    return False
 
 
 def _simulate(account: Account) -> list[str]:
@@ -146,12 +174,15 @@ def _simulate(account: Account) -> list[str]:
         "aws:RequestTag/ray-project": account.slug,
         "aws:ResourceTag/ray-project": account.slug,
         "ec2:CreateAction": "RunInstances",
+        "iam:AWSServiceName": BALANCING,
     }
+    if limit := boundary.load():
+        context["iam:PermissionsBoundary"] = limit
     names = {"partition": partition, "region": account.region, "account": number, "slug": account.slug}
     names["bucket"] = bucket.name(account)
     return [
         result["EvalActionName"]
-        for resource, actions in _needed_actions()
+        for resource, actions in _needed_actions(account)
         for page in iam.get_paginator("simulate_principal_policy").paginate(
             PolicySourceArn=source,
             ActionNames=actions.split(),
