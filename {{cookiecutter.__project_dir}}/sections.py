@@ -52,6 +52,7 @@ SECTIONS = (
     Entry("cluster.aws.budget.BudgetSection", ("budget",), ("cluster",)),
     Entry("cluster.common.bucket.StorageSection", ("storage",), ("cluster",)),
     Entry("cluster.aws.vpc.NetworkSection", ("network",), ("cluster",)),
+    Entry("cluster.aws.boundary.IamSection", ("iam",), ("cluster",)),
     Entry("cluster.aws.reservation.CapacitySection", ("capacity",), ("cluster",)),
     Entry("pipeline.ray_support.gpu_section.GpuSection", ("gpu",), ("cluster",)),
     Entry("pipeline.data.options.PreprocessOptions", ("preprocess",)),

@@ -76,6 +76,7 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_c
 def _create_or_update(file: ClusterFile, request: dict[str, Any]) -> str:
     cloudformation = file.client("cloudformation")
     stack = when_idle(file)
+    request |= {"Tags": _tags(file, stack)}
     if stack and stack["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
         # AWS's way to make the stack usable: https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/
         # using-cfn-updating-stacks-continueupdaterollback.html
