@@ -6,7 +6,7 @@ import settings
 from cluster.common.cluster_file import TARGET
 
 
-class _NetworkSection(settings.Section):
+class NetworkCostsSection(settings.Section):
     """The keys of [cluster.network] for which AWS charges by the hour."""
 
     model_config = ConfigDict(extra="ignore")
@@ -21,7 +21,7 @@ def describe() -> str:
     Prices: https://aws.amazon.com/elasticloadbalancing/pricing https://aws.amazon.com/vpc/pricing
     https://aws.amazon.com/secrets-manager/pricing
     """
-    network = settings.load(_NetworkSection, "network", profile="cluster")
+    network = settings.load(NetworkCostsSection, "network", profile="cluster")
     costs = ["the secrets (0.40 dollars each per month)"]
     if network.private and not network.subnets:
         costs.insert(0, "the NAT gateway (about 0.05 dollars per hour)")

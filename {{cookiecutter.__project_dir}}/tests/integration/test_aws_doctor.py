@@ -377,7 +377,7 @@ def test_the_page_about_the_first_run_asks_for_enough_standard_instances(cloud: 
     page = (settings.PROJECT / "docs" / "first-run.md").read_text(encoding="utf-8")
     assert f"--quota-code L-1216C47A --desired-value {needed}\n" in page
     assert f"the project needs {needed}" in page
-    assert f"for {needed} vCPUs of other instances" in (settings.PROJECT / "README.md").read_text(encoding="utf-8")
+    assert f"for GPUs and {needed} other vCPUs" in (settings.PROJECT / "README.md").read_text(encoding="utf-8")
 
 
 def test_missing_permissions_are_named(cloud: StubbedAws, file: ClusterFile) -> None:

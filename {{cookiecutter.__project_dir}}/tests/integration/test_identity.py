@@ -244,7 +244,7 @@ def test_what_down_leaves_binds_the_checkout(aws: Api, monkeypatch: pytest.Monke
             Aws().down()
     assert identity.read()
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "delete", lambda file: None)
+        patch.setattr(prepare, "delete", lambda file: [])
         assert f"key pair {FILE.slug}" in Aws().down()
     assert identity.read()
     assert Aws().down() == []
