@@ -1,5 +1,6 @@
 """Test that `prepare` and `down` work with a stack in any state: they wait, repair it, or say what to do."""
 
+import datetime
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ import pytest
 from moto.cloudformation.models import cloudformation_backends
 
 import settings
-from cluster.aws import prepare, stack, teardown, vpc
+from cluster.aws import guard, key_pair, prepare, stack, teardown, vpc
 from cluster.aws.target import Aws
 from cluster.emulator.moto_instances import ACCOUNT
 from tests.emulator.emulated_account import EmulatedAccount
@@ -55,6 +56,17 @@ def test_two_people_can_prepare_at_the_same_time(slow: EmulatedAccount, capsys: 
     shown = capsys.readouterr().out
     assert shown.count(f"stack {slow.file.slug} created in") == 1
     assert shown.count(f"stack {slow.file.slug} is up to date in") == 1
+
+
+def test_a_guard_or_a_key_that_somebody_else_has_just_made_is_used(
+    account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare.prepare(account.file)
+    monkeypatch.setattr(guard, "exists", lambda file: False)
+    guard.move(account.file, datetime.datetime.now(datetime.UTC), hours=1)
+    key = account.file.key_file.read_bytes()
+    key_pair._make_key(account.file.key_file)
+    assert account.file.key_file.read_bytes() == key
 
 
 def test_after_ctrl_c_during_the_creation_down_waits_and_leaves_nothing(
