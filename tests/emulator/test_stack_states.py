@@ -1,15 +1,16 @@
 """Test that `prepare` and `down` work with a stack in any state: they wait, repair it, or say what to do."""
 
-import threading
+import datetime
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from moto.cloudformation.models import cloudformation_backends
 
 import settings
-from cluster.aws import prepare, stack, teardown, vpc
+from cluster.aws import guard, key_pair, prepare, stack, teardown, vpc
 from cluster.aws.target import Aws
 from cluster.emulator.moto_instances import ACCOUNT
 from tests.emulator.emulated_account import EmulatedAccount
@@ -36,6 +37,18 @@ def deploy(account: EmulatedAccount, caller: str = "203.0.113.7/32", **changes: 
     return stack.deploy(account.file, network | fixed | changes, 0)
 
 
+def end_when_waited_for(account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Let the operation on the stack end while somebody waits for it."""
+    follow, busy = stack._follow, account.stack
+
+    def end_and_follow(*args: Any) -> str:
+        if busy.status.endswith("_IN_PROGRESS"):
+            busy.status = end
+        return follow(*args)
+
+    monkeypatch.setattr(stack, "_follow", end_and_follow)
+
+
 def test_two_people_can_prepare_at_the_same_time(slow: EmulatedAccount, capsys: pytest.CaptureFixture[str]) -> None:
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(prepare.prepare, slow.file) for _ in range(2)]:
@@ -43,6 +56,17 @@ def test_two_people_can_prepare_at_the_same_time(slow: EmulatedAccount, capsys: 
     shown = capsys.readouterr().out
     assert shown.count(f"stack {slow.file.slug} created in") == 1
     assert shown.count(f"stack {slow.file.slug} is up to date in") == 1
+
+
+def test_a_guard_or_a_key_that_somebody_else_has_just_made_is_used(
+    account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare.prepare(account.file)
+    monkeypatch.setattr(guard, "exists", lambda file: False)
+    guard.move(account.file, datetime.datetime.now(datetime.UTC), hours=1)
+    key = account.file.key_file.read_bytes()
+    key_pair._make_key(account.file.key_file)
+    assert account.file.key_file.read_bytes() == key
 
 
 def test_after_ctrl_c_during_the_creation_down_waits_and_leaves_nothing(
@@ -110,7 +134,7 @@ def test_a_stack_that_needs_a_decision(account: EmulatedAccount, status: str, ad
         deploy(account)
 
 
-def test_a_busy_stack_is_waited_for(account: EmulatedAccount) -> None:
+def test_a_busy_stack_is_waited_for(account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch) -> None:
     for busy, end, expected in (
         ("UPDATE_IN_PROGRESS", "UPDATE_ROLLBACK_COMPLETE", "is up to date"),
         ("UPDATE_COMPLETE_CLEANUP_IN_PROGRESS", "UPDATE_COMPLETE", "is up to date"),
@@ -121,15 +145,17 @@ def test_a_busy_stack_is_waited_for(account: EmulatedAccount) -> None:
         for verb, result in ((lambda: deploy(account), expected), (lambda: stack.delete(account.file), None)):
             deploy(account)
             account.stack.status = busy
-            threading.Timer(0.2, setattr, (account.stack, "status", end)).start()
+            end_when_waited_for(account, monkeypatch, end)
             assert verb() == result, busy
 
 
-def test_prepare_looks_at_a_stack_only_after_its_operation(account: EmulatedAccount) -> None:
+def test_prepare_looks_at_a_stack_only_after_its_operation(
+    account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise it would ask for a bucket that an earlier stack has left."""
     prepare.prepare(account.file)
     account.stack.status = "ROLLBACK_IN_PROGRESS"
-    threading.Timer(0.2, setattr, (account.stack, "status", "ROLLBACK_COMPLETE")).start()
+    end_when_waited_for(account, monkeypatch, "ROLLBACK_COMPLETE")
     prepare.prepare(account.file)
     assert stack.parameters(account.file)["MakeBucket"] == "no"
 

@@ -56,8 +56,14 @@ def move(file: ClusterFile, launched: datetime.datetime, hours: float) -> None:
         "Target": {"Arn": outputs["Guard"], "RoleArn": outputs["GuardCaller"]},
     }
     client = file.client("scheduler")
-    put = client.update_schedule if exists(file) else client.create_schedule
-    _when_the_role_is_known(lambda: put(**schedule))
+
+    def put() -> None:
+        try:
+            (client.update_schedule if exists(file) else client.create_schedule)(**schedule)
+        except client.exceptions.ConflictException:  # somebody else has just created it
+            client.update_schedule(**schedule)
+
+    _when_the_role_is_known(put)
 
 
 def exists(file: ClusterFile) -> bool:

@@ -175,7 +175,7 @@ def parse(text: str) -> dict[str, Any]:
     return yaml.load(text, _Loader)
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader):
     """Reads CloudFormation's short forms, such as !Ref, as the long forms that its JSON has."""
 
 

@@ -15,7 +15,7 @@ from moto.cloudformation.models import Stack, cloudformation_backends
 from cluster.emulator import stack_updates
 from cluster.emulator.iam import AwsError, Principal, account_of
 
-DURATION_S = 30.0
+DURATION_S = 15.0
 """How long an operation takes in the emulated cloud. On AWS, it takes some minutes."""
 CHANGES = ("CreateStack", "UpdateStack", "DeleteStack", "ContinueUpdateRollback")
 NOT_UPDATABLE = ("REVIEW_IN_PROGRESS", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "CREATE_FAILED", "DELETE_FAILED")
