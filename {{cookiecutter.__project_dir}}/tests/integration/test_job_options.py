@@ -108,7 +108,10 @@ def test_help_of_a_job_needs_no_cluster() -> None:
     ("words", "sentence"),
     [
         ("submit", f"submit needs a job. Run: inv submit {' | '.join(job_scripts.names())}"),
-        ("submit --target aws -- --steps 4", f"submit needs a job. Run: inv submit {' | '.join(job_scripts.names())}"),
+        (
+            "submit --target aws -- --steps 4",
+            f"submit needs a job. Run: inv submit --target aws {' | '.join(job_scripts.names())}",
+        ),
         (
             "submit finetune_ddp -- --num-wrokers 4",
             "unknown option --num-wrokers; did you mean --num-workers? List all options: "
@@ -116,7 +119,7 @@ def test_help_of_a_job_needs_no_cluster() -> None:
         ),
         (
             "submit --target aws finetune_ddp -- --learning-rate fast",
-            "--learning-rate expects FLOAT. Details: inv submit finetune_ddp -- --help",
+            "--learning-rate expects FLOAT. Details: inv submit --target aws finetune_ddp -- --help",
         ),
         (
             "submit finetune_ddp --num-workers 4",

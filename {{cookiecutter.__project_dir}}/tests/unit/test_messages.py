@@ -49,11 +49,11 @@ NOT_TYPED = {
 }
 """Sentences that name a verb, but are no command to type."""
 OTHER_REASONS = {
-    "next, in \0: ./inv chat   or: ./inv status   or: ./inv down": "inv demo starts a local cluster",
+    "next, in NAME: ./inv chat   or: ./inv status   or: ./inv down": "inv demo starts a local cluster",
     "store them: inv bake": "its default target is aws, where nodes print this; they run it without any settings",
     "inv down, then inv up": "the default without a target, in job_client.py",
 }
-VALUE, AWS = "\0", " --target aws"
+VALUE, AWS = "NAME", " --target aws"
 """Stand for values in f-strings."""
 
 
@@ -137,9 +137,9 @@ def test_each_message_that_names_a_verb_names_its_target(tasks: ModuleType) -> N
 
 @pytest.mark.parametrize(("place", "command"), sorted(set(commands())))
 def test_each_command_in_a_message_is_accepted_by_invoke(tasks: ModuleType, place: str, command: str) -> None:
-    before, _, after = command.replace(VALUE, "NAME").partition(" --" if command.endswith(" --") else " -- ")
+    before, _, after = command.partition(" --" if command.endswith(" --") else " -- ")
     words = shlex.split(before)
-    if words[0] == "limits" and words[-1] == "NAME":  # stands for several options
+    if words[0] == "limits" and words[-1] == VALUE:  # stands for several options
         words.pop()
     if words[0] not in {str(one.name) for one in Collection.from_module(tasks).to_contexts()}:
         assert words == ["faults"]  # of the template

@@ -177,12 +177,6 @@ def test_every_section_that_the_code_reads_is_registered_and_the_other_way_round
     registered = {(entry.type.rpartition(".")[2], entry.names) for entry in sections.SECTIONS}
     # these read some keys of a registered section
     parts = {"OutputSection", "EfaSection", "NetworkCostsSection", "NetworkOptions", "ServeSection"}
-        "OutputSection",
-        "EfaSection",
-        "NetworkCostsSection",
-        "NetworkOptions",
-        "ServeSection",
-    }  # read some keys of a registered section
     read = {call for call in calls() if call[0] not in parts and call[1]}
     assert read == registered
     names = {entry.name for entry in sections.SECTIONS}
