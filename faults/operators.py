@@ -167,8 +167,7 @@ def another_account_region_or_owner(harness: Harness) -> str:
         output = run_verb("down", exit_code=1, folder=folder, AWS_PROFILE="colleague")
         assert "belongs to" in output, output
         assert "there was nothing to end" in run_verb("down", folder=folder, **other)
-        assert "is up after" in run_verb("up", "--yes", folder=folder, **other)
-        assert head.id not in run_verb("status", folder=folder, **other)
+        assert f"stack {file.slug} created" in run_verb("prepare", folder=folder, **other)
         assert f"is left in account {OTHER_ACCOUNT}, {file.region}" in run_verb("down", folder=folder, **other)
     assert [one.id for one in instances.living(file) if one.node_type == file.head.name] == [head.id]
     output = run_verb("down")
