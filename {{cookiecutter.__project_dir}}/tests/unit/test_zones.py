@@ -24,7 +24,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def find(file: ClusterFile) -> dict[str, Any] | None:
         pairs = [(f"Zone{number}", f"us-east-1{letter}") for number, letter in enumerate(answers.stack, 1)]
         named = [{"ParameterKey": key, "ParameterValue": value} for key, value in pairs]
-        return {"Parameters": named} if named else None
+        return {"StackStatus": "CREATE_COMPLETE", "Parameters": named} if named else None
 
     def describe(SubnetIds: list[str]) -> dict[str, Any]:
         return {"Subnets": [{"SubnetId": one, "VpcId": "vpc-1", "AvailabilityZone": one[-10:]} for one in SubnetIds]}
