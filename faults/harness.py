@@ -214,7 +214,7 @@ def _run(command: list[str], exit_code: int | tuple[int, ...], folder: Path, var
     done = subprocess.run(
         command,
         cwd=folder,
-        env=_environment() | {"COLUMNS": "2000"} | variables,  # wide, so that no message is wrapped
+        env={**_environment(), "COLUMNS": "2000", **variables},  # wide, so that no message is wrapped
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

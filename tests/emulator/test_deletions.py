@@ -1,6 +1,7 @@
 """Test that `down` deletes everything although resources vanish or stay in use, and says what it could not delete."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
@@ -28,7 +29,7 @@ def up(account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch) -> EmulatedAcc
     """Return an account with a head, a spot worker, two orphans of each kind and a secret."""
     filter_value = SpotInstanceRequest.get_filter_value
 
-    def with_key_name(self: SpotInstanceRequest, name: str, *args: object) -> object:
+    def with_key_name(self: Any, name: str, *args: Any) -> Any:
         is_key = name == "launch.key-name"  # moto lacks this filter
         return self.launch_specification.key_name if is_key else filter_value(self, name, *args)
 

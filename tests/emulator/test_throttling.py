@@ -82,9 +82,10 @@ def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ec2]:
     for name, value in keys.items() | {("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")}:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
-    wait = bucket.TokenBucket._sleep_amount
+    token_bucket: Any = bucket.TokenBucket  # its method is private
+    wait = token_bucket._sleep_amount
     monkeypatch.setattr(bucket.Clock, "current_time", lambda self: time.time() * SPEED)
-    monkeypatch.setattr(bucket.TokenBucket, "_sleep_amount", lambda self, amount: wait(self, amount) / SPEED)
+    monkeypatch.setattr(token_bucket, "_sleep_amount", lambda self, amount: wait(self, amount) / SPEED)
     yield ec2
     server.shutdown()
     thread.join()
