@@ -21,9 +21,8 @@ def up() -> None:
     LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
     command = [sys.executable, "-m", __name__, "up", "--yes", "--no-config-cache", str(FILE)]
-    aws_session.credentials(
-        cluster_file.load().region
-    )  # if they expire soon, AWS asks for another code now, and not below the progress
+    # if they expire soon, AWS asks for another code now, and not below the progress
+    aws_session.credentials(cluster_file.load().region)
     step = "asking AWS"
     with LOG.open("w") as log, Console().status(step) as spinner:
         # the file mounts are relative to the working directory
