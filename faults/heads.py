@@ -112,10 +112,10 @@ def spend_limit(harness: Harness) -> str:
 
 def prices_unknown(harness: Harness) -> str:
     """AWS names no price: `inv status` says so, and the spend limit ends the cluster with a note that says so."""
-    harness.wait_until_no_workers()
+    _busy_workers(harness)  # first, because the laptop asks for prices when it submits a job
     control(faults={"prices": "AccessDenied"})
     _restart_watchdog(harness, 0)
-    _busy_workers(harness)
+    wait_for(lambda: _watchdog(harness).get("price_warning"), 60, "the watchdog to ask for prices")
     output = run_verb("status")
     assert "does not name the price of" in output, output
     limit = limits.load().dollars
@@ -177,7 +177,7 @@ def _restart_watchdog(harness: Harness, dollars: float) -> None:
     """Restart the watchdog, as if the cluster had cost this much. It forgets the prices that it knows."""
     spent = json.dumps({"at": time.time(), "dollars": dollars, "messages": []})
     restart = harness.file.content["head_start_ray_commands"][-1]
-    start = f"{{ {restart} }} > /dev/null 2>&1"  # otherwise ssh would wait for the watchdog's end
+    start = f"exec > /dev/null 2>&1; {restart}"  # otherwise ssh would wait for the watchdog's end
     harness.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {start}")
 
 
