@@ -33,7 +33,7 @@ def _offers(file: ClusterFile, workers: list[NodeType]) -> list[dict[str, Any]]:
     offered = zones.offered(file)
     zone_of = _zones(file, workers, offered)
     impossible = _impossible(file, workers, zone_of, offered)
-    dollars = prices.spot_prices(file, {worker.instance_type for worker in workers})
+    dollars = prices.to_order_zones(file, {worker.instance_type for worker in workers})
 
     def order(worker: NodeType) -> tuple[float, float, str]:
         price = dollars.get(worker.instance_type, {}).get(zone_of[worker.name], float("inf"))

@@ -54,7 +54,7 @@ def choose(file: ClusterFile, offers: Offers) -> list[str]:
     """
     zones = of_gpus(file, offers)
     types = {one.instance_type for one in file.workers if has_own_zone(one)}
-    dollars = prices.spot_prices(file, [gpu_type(file)]).get(gpu_type(file), {})
+    dollars = prices.to_order_zones(file, [gpu_type(file)]).get(gpu_type(file), {})
 
     def order(zone: str) -> tuple[int, float, str]:
         return -sum(zone in offers[name] for name in types), dollars.get(zone, float("inf")), zone

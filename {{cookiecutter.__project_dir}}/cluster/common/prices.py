@@ -186,6 +186,13 @@ def spot_prices(file: ClusterFile, names: Collection[str]) -> dict[str, dict[str
     return found
 
 
+def to_order_zones(file: ClusterFile, names: Collection[str]) -> dict[str, dict[str, float]]:
+    """Return what `spot_prices` returns, or {} if AWS does not answer: any order of the zones works."""
+    with contextlib.suppress(BotoCoreError, ClientError):
+        return spot_prices(file, names)
+    return {}
+
+
 def _on_demand(file: ClusterFile, instance_type: str) -> float:
     wanted = {
         "instanceType": instance_type,

@@ -495,6 +495,14 @@ def test_an_on_demand_reservation_has_no_window_and_costs_the_on_demand_price(
     assert prices.ask(file).workers[launcher_file.RESERVED] == 22.0
 
 
+def test_jobs_start_although_aws_names_no_spot_prices(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices only order the zones."""
+    prepare.prepare(FILE)
+    offered = {offer["node_type"] for offer in capacity.offers(FILE)}
+    monkeypatch.setattr(aws.faults, "prices", "UnauthorizedOperation")
+    assert {offer["node_type"] for offer in capacity.offers(FILE)} == offered
+
+
 def test_the_reserved_type_is_offered_first_and_is_prepaid(
     aws: Api, assign: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
