@@ -9,8 +9,8 @@ Sources:
 - bf16_flops: NVIDIA's data sheets. They state the peak with sparsity, except for A100; the dense peak is half of that.
 - mib: `nvidia-smi`. It shows slightly less than EC2 states for H100 and H200, and more for A10G, L4 and L40S.
 - quotas: docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html
-- highest prices: aws.amazon.com/ec2/pricing/on-demand. Each is 1.5 times the price per GPU of the most expensive size
-  in us-east-1, as it was before AWS lowered its prices in 2025, and rounded up, because other regions cost more.
+- highest prices: aws.amazon.com/ec2/pricing/on-demand. Each is about 1.7 times the price per GPU of the most expensive
+  size in us-east-1, as it was before AWS lowered its prices in 2025, because sa-east-1 costs 1.7 times as much.
 """
 
 import math
@@ -43,9 +43,9 @@ class Gpu:
         return f"{self.accelerator} ({self.gib:.0f} GB)"
 
 
-A10G = Gpu("NVIDIA A10G", "A10G", 23_028, 70e12, 86, 7)
-L4 = Gpu("NVIDIA L4", "L4", 23_034, 121e12, 89, 6)
-L40S = Gpu("NVIDIA L40S", "L40S", 46_068, 362e12, 89, 12)
+A10G = Gpu("NVIDIA A10G", "A10G", 23_028, 70e12, 86, 7.5)
+L4 = Gpu("NVIDIA L4", "L4", 23_034, 121e12, 89, 6.5)
+L40S = Gpu("NVIDIA L40S", "L40S", 46_068, 362e12, 89, 13)
 A100_40 = Gpu("NVIDIA A100-SXM4-40GB", "A100", 40_960, 312e12, 80, 7)
 A100_80 = Gpu("NVIDIA A100-SXM4-80GB", "A100", 81_920, 312e12, 80, 8)
 H100 = Gpu("NVIDIA H100 80GB HBM3", "H100", 81_559, 989e12, 90, 19)

@@ -161,6 +161,10 @@ def _unknown_key(path: Keypath, key: str, known: Keys) -> str:
     return f"{settings.no_such_key(key, known)} Correct that line"
 
 
+WITHOUT_KEYS = {"str", "int", "float", "bool", "tuple", "list", "Literal"}
+"""Names in the annotations of fields whose values are no tables."""
+
+
 @functools.cache
 def keys(class_name: str) -> Keys:
     """Return the keys of a subclass of `settings.Section`, given by its full name, without importing its module.
@@ -189,11 +193,10 @@ def _keys(module: str, name: str) -> Keys:
 def _nested(module: str, annotation: ast.expr) -> Keys | None:
     """Return the keys that a field's value may have, or None if it is not a table."""
     for node in ast.walk(annotation):
-        if isinstance(node, ast.Name) and node.id == "dict":
-            return {}
         if isinstance(node, ast.Name) and (found := _keys_of(module, node)):
             return found
-    return None
+    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    return None if names <= WITHOUT_KEYS else {}  # pydantic checks the value
 
 
 def _keys_of(module: str, reference: ast.expr) -> Keys | None:

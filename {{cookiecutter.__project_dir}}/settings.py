@@ -75,9 +75,11 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
 def parse(file: Path) -> dict[str, Any]:
     """Return the content of settings.toml. Raises `UserError` if the file is missing or not valid TOML."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{file} is missing. Run: git checkout {file.name}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file.name} is not UTF-8: {error}. Save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{file.name} is not valid TOML: {error}. Correct that line") from None
 
@@ -87,7 +89,7 @@ def line_of(file: Path, path: Sequence[str]) -> int:
 
     This is the first line with which the file's beginning has it, so it does not depend on how the user writes it.
     """
-    lines = file.read_text(encoding="utf-8").split("\n")
+    lines = file.read_text(encoding="utf-8-sig").split("\n")
     start = 0
     for number in range(1, len(lines) + 1):
         start = start or number

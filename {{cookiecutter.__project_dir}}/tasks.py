@@ -42,7 +42,7 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
         def checked(context: Context, *args: Any, **options: Any) -> None:
             try:
                 os.environ[settings.TARGET] = options.get("target", "local")  # for commands in messages, also of jobs
-                if body.__name__ != "doctor":  # which lists a wrong section with all other problems
+                if body.__name__ not in ("doctor", "down"):  # the doctor lists all problems; down must end what costs
                     sections.check()
                 body(context, *args, **options)
             except settings.UserError as error:

@@ -10,7 +10,10 @@ import pytest
 import settings
 from cluster.emulator import sandbox
 
-pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
+pytestmark = [
+    pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported"),
+    pytest.mark.xdist_group("cloud"),  # a project has one cloud at a time
+]
 IN_CLOUD = (
     "from cluster.emulator import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'; "
     "sandbox.run_in_fresh_cloud('tests_of_a_host')"

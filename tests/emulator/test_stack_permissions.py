@@ -46,7 +46,7 @@ def actions_of(*claims: Mapping[str, str]) -> set[str]:
     return set(" ".join(text for one in claims for text in one.values()).split())
 
 
-EVERYTHING = actions_of(*ALWAYS, *OPTIONS.values(), permissions.BALANCING_ACTIONS)
+EVERYTHING = actions_of(*ALWAYS, *OPTIONS.values(), permissions.BALANCING_ACTIONS, permissions.RESERVATION_ACTIONS)
 
 
 def needs() -> Iterator[tuple[str, str]]:

@@ -31,7 +31,7 @@ def deploy(file: ClusterFile, **changes: str) -> None:
         **vpc.find_network(file, vpc.NetworkSection()).stack_parameters,
         **{"Private": "no", "Efa": "yes", "Caller": "192.0.2.1/32", "BucketName": "work", "MakeBucket": "yes"},
     }
-    stack.deploy(file, parameters | changes, CARDS if changes.get("Private") == "yes" else 1)
+    stack.deploy(file, parameters | changes, CARDS if changes.get("Private") == "yes" else 1, owner="somebody")
 
 
 def default_routes(file: ClusterFile) -> list[str]:

@@ -34,7 +34,7 @@ def deploy(account: EmulatedAccount, caller: str = "203.0.113.7/32", **changes: 
     """Deploy the stack as `prepare` does. Return what became of it."""
     network = vpc.find_network(account.file, vpc.NetworkSection()).stack_parameters
     fixed = {"Private": "no", "Efa": "no", "Caller": caller, "BucketName": "work", "MakeBucket": "no"}
-    return stack.deploy(account.file, network | fixed | changes, 0)
+    return stack.deploy(account.file, network | fixed | changes, 0, owner="somebody")
 
 
 def end_when_waited_for(account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch, end: str) -> None:

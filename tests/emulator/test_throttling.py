@@ -139,6 +139,7 @@ class Result(NamedTuple):
     """Launches that Ray gave up. A gang takes each of them for a refusal, and leaves the zone."""
 
 
+@pytest.mark.nightly  # and the next two: time runs SPEED times as fast, so another busy process counts as much
 def test_64_instances_start_in_less_than_a_minute(ec2: Ec2, monkeypatch: pytest.MonkeyPatch) -> None:
     """EC2's bucket alone takes 30 s. botocore's adaptive mode guesses the allowed rate, so a launch may rarely fail."""
     result = Autoscaler(head_variables(), monkeypatch).launch(INSTANCES)
@@ -146,12 +147,14 @@ def test_64_instances_start_in_less_than_a_minute(ec2: Ec2, monkeypatch: pytest.
     assert result.failed <= 1, result
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("other", [{"AWS_RETRY_MODE": ""}, {"BOTO_CREATE_MAX_RETRIES": "1"}])
 def test_with_other_settings_launches_fail(ec2: Ec2, monkeypatch: pytest.MonkeyPatch, other: dict[str, str]) -> None:
     result = Autoscaler(head_variables() | other, monkeypatch).launch(INSTANCES // 2)
     assert result.failed > 1, result
 
 
+@pytest.mark.nightly
 def test_a_refusal_is_known_within_seconds(ec2: Ec2, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray repeats a refused launch, although each node type has only one subnet."""
     ec2.has_capacity = False

@@ -11,7 +11,7 @@ def write(sections: Mapping[str, Mapping[str, float | bool | str]], file: Path) 
 
     The keys of `sections` are names such as "cluster.train".
     """
-    document = tomlkit.parse(file.read_text(encoding="utf-8"))
+    document = tomlkit.parse(file.read_text(encoding="utf-8-sig"))
     for section, values in sections.items():
         profile, name = section.split(".")
         shared, own = document.get(name, {}), document[profile][name]  # type: ignore[index]

@@ -49,7 +49,8 @@ def explain(error: BotoCoreError | ClientError) -> str:
 def is_missing(error: ClientError) -> bool:
     """Return whether a call failed because what it names does not exist, or does not exist any more."""
     answer = error.response["Error"]
-    return bool(re.search("NotFound|NoSuch", answer["Code"])) or "does not exist" in answer.get("Message", "")
+    is_stack = answer["Code"] == "ValidationError" and "does not exist" in answer.get("Message", "")
+    return bool(re.search("NotFound|NoSuch", answer["Code"])) or is_stack
 
 
 def missing_permission(error: ClientError) -> str:

@@ -33,8 +33,3 @@ def ask(file: ClusterFile) -> Caller:
     """Return the caller. Every caller may ask this."""
     answer = file.client("sts").get_caller_identity()
     return Caller(answer["Account"], answer["Arn"])
-
-
-def owner_tag(file: ClusterFile) -> dict[str, str]:
-    """Return the tag for what the caller makes, in the format of AWS."""
-    return {"Key": OWNER_TAG, "Value": ask(file).owner}

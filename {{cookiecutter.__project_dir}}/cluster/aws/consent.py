@@ -23,5 +23,9 @@ def require(question: str, without_terminal: str) -> None:
     """
     if not sys.stdin.isatty():
         raise settings.UserError(without_terminal)
-    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+    try:
+        answer = input(f"{question} [y/N] ")
+    except EOFError:  # Ctrl-D
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
         raise settings.UserError("you did not agree, so nothing was done")

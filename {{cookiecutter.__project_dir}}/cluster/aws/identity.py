@@ -7,6 +7,8 @@ cluster still costs money.
 
 import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 
 import settings
@@ -53,7 +55,7 @@ def check(file: ClusterFile) -> None:
     if recorded is None:
         return
     own = f"the cluster of this checkout is {recorded.slug} in account {recorded.account}, {recorded.region}"
-    gone = f"If nothing of it is left there, run: rm {RECORD}"
+    gone = f"If nothing of it is left there, run: rm {shlex.quote(str(RECORD))}"
     for key, here, there in (("cluster_name", file.slug, recorded.slug), ("region", file.region, recorded.region)):
         if here != there:
             raise settings.UserError(
@@ -81,7 +83,8 @@ def _check_names(file: ClusterFile) -> None:
             )
         expected = file.role("head" if node_type.name == file.head.name else "worker")
         role = node_type.node_config.get("IamInstanceProfile", {}).get("Name", expected)
-        if role.startswith(f"{file.slug}-") and role != expected:
+        in_region = rf"{re.escape(file.slug)}-[a-z]+(-[a-z]+)+-\d-(head|worker)"  # your own role may have another name
+        if re.fullmatch(in_region, role) and role != expected:
             raise settings.UserError(
                 f"{node_type.name} has the role {role}, but in {file.region} its name is {expected}. Change "
                 "IamInstanceProfile in cluster/cluster.yaml"
@@ -94,7 +97,7 @@ def read() -> Identity | None:
         return None
     remedy = (
         "It says where your cluster is. Check the region in cluster/cluster.yaml and your AWS credentials yourself, "
-        f"then run: rm {RECORD}"
+        f"then run: rm {shlex.quote(str(RECORD))}"
     )
     return state_files.parse_or_refuse(RECORD.read_bytes(), Identity, str(RECORD), remedy)
 

@@ -41,13 +41,13 @@ def _advise(file: ClusterFile) -> str:
     return f"from its owner's machine ({whose}). For a cluster of your own, {ownership.OTHER_NAME}"
 
 
-def ensure(file: ClusterFile) -> None:
-    """Create the key pair unless it exists. Raises `settings.UserError` as `check` does."""
+def ensure(file: ClusterFile, owner: str) -> None:
+    """Create the key pair for this owner unless it exists. Raises `settings.UserError` as `check` does."""
     if check(file):
         return
     if not file.key_file.exists():
         _make_key(file.key_file)
-    tags = [{"Key": "ray-project", "Value": file.slug}, caller.owner_tag(file)]
+    tags = [{"Key": "ray-project", "Value": file.slug}, {"Key": caller.OWNER_TAG, "Value": owner}]
     try:
         file.client("ec2").import_key_pair(
             KeyName=file.slug,

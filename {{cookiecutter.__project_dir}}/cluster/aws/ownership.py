@@ -1,9 +1,10 @@
 """Who owns the cluster. Several people may use the same account, and the same name for their clusters."""
 
+import shlex
 from typing import Any
 
 import boto3
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from cluster.aws import aws_errors, caller, consent, identity, stack
 from cluster.common.cluster_file import TARGET, ClusterFile
@@ -44,13 +45,18 @@ def agree(file: ClusterFile, agreed: str, question: str, command: str) -> None:
     Raises:
         settings.UserError: the user does not agree, or cannot be asked.
     """
-    owner = find(file)
+    try:
+        owner = find(file)
+    except (BotoCoreError, ClientError):
+        if identity.read() is None:
+            raise
+        return  # the cluster of this checkout, which `down` must end even if CloudFormation does not answer
     if owner is None or owner == agreed or is_mine(file, owner):
         return
     whose = describe(file, owner)
     consent.require(
         f"{whose}. {question}",
-        f"{whose}. To agree, run: {command} --owner {owner}   For a cluster of your own, {OTHER_NAME}",
+        f"{whose}. To agree, run: {command} --owner {shlex.quote(owner)}   For a cluster of your own, {OTHER_NAME}",
     )
 
 
@@ -60,10 +66,12 @@ def describe(file: ClusterFile, owner: str) -> str:
     return f"{where} does not say whose it is" if owner == UNKNOWN else f"{where} belongs to {owner}"
 
 
-def record(file: ClusterFile) -> None:
-    """Record that this checkout works with the cluster, which may not exist yet."""
+def record(file: ClusterFile) -> str:
+    """Record that this checkout works with the cluster, which may not exist yet. Return its owner."""
     found = find(file)
-    identity.record(file, caller.ask(file).owner if found in (None, UNKNOWN) else found)
+    owner = caller.ask(file).owner if found in (None, UNKNOWN) else found
+    identity.record(file, owner)
+    return owner
 
 
 def describe_nothing(file: ClusterFile) -> str:
@@ -71,12 +79,10 @@ def describe_nothing(file: ClusterFile) -> str:
     who = caller.ask(file)
     nothing = f"there was nothing to end: account {who.account} ({who.arn}) has nothing of {file.slug} in {file.region}"
     try:
-        pages = file.client("iam").get_paginator("list_roles").paginate()
+        pages = file.client("iam").get_paginator("list_roles").paginate(PaginationConfig={"PageSize": 1000})
         names = [role["RoleName"] for page in pages for role in page["Roles"]]
-    except ClientError as error:
-        if not (permission := aws_errors.missing_permission(error)):
-            raise
-        return f"{nothing}. Other regions were not searched, because you lack the permission {permission}"
+    except (BotoCoreError, ClientError) as error:
+        return f"{nothing}. Other regions were not searched: {aws_errors.explain(error)}"
     regions = boto3.Session().get_available_regions("cloudformation", who.arn.split(":")[1])
     ends = {region: f"-{region}-{ROLE}" for region in regions}
     found = [f"{name.removesuffix(end)} in {one}" for name in names for one, end in ends.items() if name.endswith(end)]

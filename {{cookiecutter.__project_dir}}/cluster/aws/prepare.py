@@ -56,10 +56,10 @@ def prepare(file: ClusterFile) -> None:
     running = instances.head(file)
     with_images = images.keep(file, running)
     key_pair.check(file)
-    ownership.record(file)  # only now, because everything before creates nothing
+    owner = ownership.record(file)  # only now, because everything before creates nothing
     launcher_file.write(with_images)
-    key_pair.ensure(file)
-    result = stack.deploy(file, parameters, efa_cards, callers[1:])
+    key_pair.ensure(file, owner)
+    result = stack.deploy(file, parameters, efa_cards, callers[1:], owner=owner)
     guard.prepare(file, running)
     bucket.add_lifecycle_rules(file)
     used = ", ".join(dict.fromkeys(network.zones))

@@ -130,11 +130,10 @@ def cost(file: ClusterFile, reserved: Reservation) -> str:
     """
     if reserved.is_block:
         return f"the {reserved.summary} is paid in advance. AWS refunds nothing, and inv up can use it until its end"
-    try:
-        each = prices.of_market(file, [reserved.instance_type]).on_demand[reserved.instance_type]
-        dollars = f"{reserved.count * each:.2f} dollars per hour"
-    except settings.UserError:
-        dollars = f"the on-demand price of {reserved.count} instances"
+    known, _ = prices.find(file, [reserved.instance_type])
+    each = known.on_demand.get(reserved.instance_type)
+    unknown = f"the on-demand price of {reserved.count} instances"
+    dollars = unknown if each is None else f"{reserved.count * each:.2f} dollars per hour"
     return (
         f"the {reserved.summary} costs {dollars} until you cancel it, also while no instance runs and after inv down. "
         "To cancel it, run: aws ec2 cancel-capacity-reservation "
@@ -147,9 +146,7 @@ def show_costs(file: ClusterFile) -> None:
     try:
         for one in paid(file):
             print(cost(file, one))
-    except botocore.exceptions.ClientError as error:
-        if not aws_errors.missing_permission(error):
-            raise
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         print(f"whether a capacity reservation still costs money is not known: {aws_errors.explain(error)}")
 
 

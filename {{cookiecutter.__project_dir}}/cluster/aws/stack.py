@@ -48,11 +48,14 @@ def parameters(file: ClusterFile) -> dict[str, str]:
     return {one["ParameterKey"]: one["ParameterValue"] for one in stack.get("Parameters", [])}
 
 
-def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_callers: Sequence[str] = ()) -> str:
+def deploy(
+    file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_callers: Sequence[str] = (), *, owner: str
+) -> str:
     """Create or update the stack. Return "created", "updated" or "is up to date".
 
     `efa_cards` is the number of network cards of a GPU instance that use EFA. `more_callers` are the addresses that may
-    connect to port 22 besides the parameter `Caller`. If another operation changes the stack, this waits for its end.
+    connect to port 22 besides the parameter `Caller`. A new stack gets a tag with its owner. If another operation
+    changes the stack, this waits for its end.
 
     Raises:
         settings.UserError: it fails (the message contains the first reason from AWS), takes over ten minutes, or the
@@ -66,17 +69,16 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_c
     deadline = time.monotonic() + STACK_TIMEOUT_S
     while True:
         try:
-            return _create_or_update(file, request)
+            return _create_or_update(file, request, owner)
         except botocore.exceptions.ClientError as error:
             if not _is_race(error) or time.monotonic() > deadline:
                 raise
             time.sleep(POLL_S)  # somebody else changed the stack after it was looked up
 
 
-def _create_or_update(file: ClusterFile, request: dict[str, Any]) -> str:
+def _create_or_update(file: ClusterFile, request: dict[str, Any], owner: str) -> str:
     cloudformation = file.client("cloudformation")
     stack = when_idle(file)
-    request |= {"Tags": _tags(file, stack)}
     if stack and stack["StackStatus"] == "UPDATE_ROLLBACK_FAILED":
         # AWS's way to make the stack usable: https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/
         # using-cfn-updating-stacks-continueupdaterollback.html
@@ -89,6 +91,7 @@ def _create_or_update(file: ClusterFile, request: dict[str, Any]) -> str:
         raise settings.UserError(
             f"the stack {file.slug} is {stack['StackStatus']}, so it cannot be updated. Run: inv down --target {TARGET}"
         )
+    request |= {"Tags": _tags(file, stack, owner)}
     if stack is None:
         made = cloudformation.create_stack(StackName=file.slug, **request, OnFailure="DELETE")
         _wait(file, made["StackId"], "creating", end="CREATE_COMPLETE")
@@ -115,15 +118,15 @@ def check_name(file: ClusterFile) -> None:
                 )
 
 
-def _tags(file: ClusterFile, stack: dict[str, Any] | None) -> list[dict[str, str]]:
+def _tags(file: ClusterFile, stack: dict[str, Any] | None, owner: str) -> list[dict[str, str]]:
     """Return the tags of the stack. An update keeps those that it has: its owner, and tags of an administrator.
 
-    AWS accepts no tags with its own prefix.
+    It adds none, because a new tag of the stack replaces its placement groups, in which workers may run. AWS accepts no
+    tags with its own prefix.
     https://docs.aws.amazon.com/AWSCloudFormation/latest/APIReference/API_Tag.html
     """
-    tags = {tag["Key"]: tag["Value"] for tag in (stack or {}).get("Tags", []) if not tag["Key"].startswith("aws:")}
-    mine = caller.owner_tag(file)
-    tags = {mine["Key"]: mine["Value"], **tags, "ray-project": file.slug}
+    kept = stack.get("Tags", []) if stack else [{"Key": caller.OWNER_TAG, "Value": owner}]
+    tags = {tag["Key"]: tag["Value"] for tag in kept if not tag["Key"].startswith("aws:")} | {"ray-project": file.slug}
     return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
@@ -256,8 +259,7 @@ def _follow(file: ClusterFile, stack_id: str, action: str) -> str:
             waited = time.monotonic() - started
             if waited > STACK_TIMEOUT_S:
                 raise settings.UserError(
-                    f"the stack {file.slug} is still {status} after {waited:.0f} s. "
-                    f"Run: inv {'down' if action == 'deleting' else 'prepare'} --target {TARGET}"
+                    f"the stack {file.slug} is still {status} after {waited:.0f} s. Run the command again later"
                 )
             spinner.update(f"{action} the stack {file.slug}: {waited:.0f} s")
             time.sleep(POLL_S)
@@ -270,5 +272,6 @@ def _failure_reason(file: ClusterFile, stack_id: str) -> str:
     latest = itertools.takewhile(lambda event: event.get("ResourceStatusReason") != STARTED, newest_first)
     failed = [event for event in latest if event["ResourceStatus"].endswith("_FAILED")]
     if not failed:
-        return f"another operation ended it. Run: aws cloudformation describe-stack-events --stack-name {stack_id}"
+        show = f"aws cloudformation describe-stack-events --stack-name {stack_id} --region {file.region}"
+        return f"another operation ended it. Run: {show}"
     return f"{failed[-1]['LogicalResourceId']}: {failed[-1].get('ResourceStatusReason', 'no reason given')}"

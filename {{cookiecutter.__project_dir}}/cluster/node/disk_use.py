@@ -25,9 +25,12 @@ def problem() -> str:
 def nearly_full(folders: Iterable[Path] = FOLDERS) -> str:
     """Return which disk of this node is nearly full, or ""."""
     for folder in folders:
-        if not folder.exists():
+        try:
+            disk = os.statvfs(folder)
+        except FileNotFoundError:
             continue
-        disk = os.statvfs(folder)
+        except OSError as error:
+            return f"{socket.gethostname()} cannot read the disk with {folder} ({error})"
         free, size = disk.f_bavail * disk.f_frsize / 1e9, disk.f_blocks * disk.f_frsize / 1e9
         if free < min(FREE_GB, FREE_SHARE * size):
             return f"{socket.gethostname()} has {free:.1f} of {size:.0f} GB free on the disk with {folder}"

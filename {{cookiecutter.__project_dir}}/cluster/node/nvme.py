@@ -21,10 +21,12 @@ INTERVAL_S = 1.0
 
 def main() -> None:
     """Wait for the mount if this machine's type has NVMe disks. Exit with an error after TIMEOUT_S."""
-    instance_type = INSTANCE_TYPES.get(metadata.read("instance-type"))
+    deadline = time.monotonic() + TIMEOUT_S
+    while (name := _instance_type()) is None and time.monotonic() < deadline:
+        time.sleep(INTERVAL_S)
+    instance_type = INSTANCE_TYPES.get(name or "")
     if instance_type is None or not instance_type.nvme_gb:
         return
-    deadline = time.monotonic() + TIMEOUT_S
     while not FOLDER.is_mount():
         if time.monotonic() > deadline:
             sys.exit(
@@ -32,6 +34,14 @@ def main() -> None:
                 f"after {TIMEOUT_S:.0f} s"
             )
         time.sleep(INTERVAL_S)
+
+
+def _instance_type() -> str | None:
+    """Return this machine's type, or None if the metadata service does not answer, as it may for a moment at boot."""
+    try:
+        return metadata.read("instance-type")
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

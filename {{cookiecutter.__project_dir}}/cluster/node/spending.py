@@ -14,6 +14,8 @@ from cluster.common.prices import MarketPrices
 log = logging.getLogger(__name__)
 PRICES_S = 3600.0
 """How often all prices are read again. Spot prices change slowly."""
+RETRY_S = 300.0
+"""How soon, if AWS has not named all of them."""
 
 
 class Offer(NamedTuple):
@@ -41,6 +43,8 @@ class Spending:
         self._prices = MarketPrices(**saved.get("prices", {"on_demand": {}, "spot": {}}))
         self._read = float("-inf")
         """When all prices were last read, by the monotonic clock."""
+        self._seen: set[str] = set()
+        """Ids of the instances that ran at the last call of `add`."""
         self._running: set[Offer] = set()
         self._reason = ""
         """Why AWS has not named a price."""
@@ -90,19 +94,21 @@ class Spending:
     def add(self, running: Collection[Instance], seconds: float) -> float:
         """Add the cost of all running instances for the last `seconds`. Return what they cost per hour.
 
-        An instance counts from its launch, if that is later.
+        A new instance counts from its launch, also if AWS has not listed it before.
         """
         self._running = {_offer(one) for one in running if one.state != "shutting-down"}
         self._ask()
         hourly = 0.0
         for one in running:
-            price, hours = self._prices.of(one), max(0.0, min(seconds, one.age_s)) / 3600
+            is_new = bool(self._seen) and one.id not in self._seen
+            price, hours = self._prices.of(one), max(0.0, one.age_s if is_new else min(seconds, one.age_s)) / 3600
             if price is None:
                 self._unpriced[_offer(one)] = self._unpriced.get(_offer(one), 0.0) + hours
                 hourly += self._prices.highest(one.instance_type)
             else:
                 self._known += price * hours
                 hourly += price
+        self._seen = {one.id for one in running}
         return hourly
 
     def _ask(self) -> None:
@@ -113,8 +119,8 @@ class Spending:
         found, reason = prices.find(self._file, names)
         self._prices.on_demand.update(found.on_demand)
         self._prices.spot.update(found.spot)
-        if is_due and not reason:
-            self._read = time.monotonic()
+        if is_due:  # after a failure, ask again soon; what is unknown is asked for in each call anyway
+            self._read = time.monotonic() - (PRICES_S - RETRY_S if reason else 0.0)
         if reason and reason != self._reason:  # once, because AWS is asked every few seconds
             log.warning("AWS does not name all prices, so earlier ones or the highest ones apply: %s", reason)
         self._reason = reason

@@ -28,8 +28,9 @@ LOG_FILE = Path("~/watchdog.log").expanduser()
 GCS_PORT = 6379
 DASHBOARD_PORT = 8265
 INTERVAL_S = 5.0
-SILENT_S = 60.0
-"""A watchdog that has not saved its state for this long is considered dead. Its calls to AWS take only seconds."""
+SILENT_S = 120.0
+"""A watchdog that has not saved its state for this long is considered dead. Its calls to AWS take seconds, or
+a minute if AWS does not answer."""
 
 
 def read_json(file: Path) -> Any:

@@ -4,6 +4,7 @@ If AWS refuses a node type, Ray's autoscaler retries that type forever. So the w
 minutes: it lowers max_workers to the number of the type's running instances, and the autoscaler tries the next type.
 """
 
+import contextlib
 import datetime
 import json
 import logging
@@ -20,7 +21,6 @@ import psutil
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-import settings
 from cluster.common import aws_session, bucket, cluster_file, instances, limits, remaining_costs
 from cluster.common.cluster_file import ClusterFile
 from cluster.common.instances import Instance
@@ -222,7 +222,7 @@ def current_limits() -> tuple[LimitsSection, str]:
     """
     try:
         return limits.load(), ""
-    except settings.UserError as error:
+    except Exception as error:  # also if the file cannot be read
         saved = state.read_watchdog()
         if not saved:
             raise
@@ -275,7 +275,8 @@ def stop_autoscaler() -> None:
     for process in psutil.process_iter(["cmdline", "uids"]):
         is_own = process.info["uids"] and process.info["uids"].real == os.getuid()
         if is_own and set(options) & set(process.info["cmdline"] or []):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _send_end(reason: str) -> None:

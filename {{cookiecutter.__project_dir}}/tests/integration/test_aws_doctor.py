@@ -69,6 +69,8 @@ OPTIONAL = (
     permissions.NAT_ACTIONS,
     permissions.HTTPS_ACTIONS,
     permissions.BUDGET_ACTIONS,
+    permissions.RESERVATION_ACTIONS,
+    permissions.OPTIONAL_ACTIONS,
 )
 ALL_ACTIONS = {*permissions.UP_AND_DOWN, *" ".join(text for one in OPTIONAL for text in one.values()).split()}
 

@@ -381,10 +381,10 @@ def test_a_second_laptop_of_the_owner_is_not_asked(aws: Api, tmp_path: Path, mon
     with pytest.raises(
         settings.UserError, match=r"Copy it from the machine that ran `inv up`, or end the cluster: inv"
     ):
-        key_pair.ensure(FILE)
+        key_pair.ensure(FILE, LAPTOP)
     key_pair._make_key(FILE.key_file)
     with pytest.raises(settings.UserError, match=r"Replace it with the key from the machine that ran `inv up`, or end"):
-        key_pair.ensure(FILE)
+        key_pair.ensure(FILE, LAPTOP)
 
 
 def test_a_record_is_no_consent_to_end_a_later_cluster_of_somebody_else(
@@ -399,8 +399,8 @@ def test_a_record_is_no_consent_to_end_a_later_cluster_of_somebody_else(
     assert stack.find(FILE)
 
 
-def test_the_stack_of_an_older_version_gets_an_owner(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And keeps the tags that an administrator has added."""
+def test_the_stack_of_an_older_version_keeps_its_tags(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new tag of the stack would replace its placement groups, in which workers may run."""
     Aws().prepare()
     moto: Any = cloudformation_backends[ACCOUNT][FILE.region].get_stack(FILE.slug)
     moto.tags = {"ray-project": FILE.slug, "cost-center": "7", "aws:of": "AWS, which accepts no such tag"}
@@ -411,13 +411,36 @@ def test_the_stack_of_an_older_version_gets_an_owner(aws: Api, monkeypatch: pyte
     assert refusal("prepare").startswith(f"{whose}. To agree, run: inv prepare --target aws --owner unknown")
     Aws().prepare(owner="unknown")
     assert {tag["Key"]: tag["Value"] for tag in (stack.find(FILE) or {})["Tags"]} == {
-        **{"ray-project": FILE.slug, "cost-center": "7", OWNER_TAG: LAPTOP},
+        **{"ray-project": FILE.slug, "cost-center": "7"},
     }
+    Aws().prepare()  # without another question, because this checkout now has a record
+
+
+def test_the_stack_has_the_owner_that_the_checkout_has_recorded(aws: Api, sign_in: Callable[[str, str], None]) -> None:
+    """The name of a role's session may have changed since the first attempt to make the stack."""
+    sign_in(ACCOUNT, "colleague")
+    key_pair.ensure(FILE, ownership.record(FILE))
+    sign_in(ACCOUNT, "laptop")
+    Aws().prepare()
+    assert ownership.find(FILE) == COLLEAGUE
+    assert Aws().down() == []
+
+
+def test_down_ends_the_machines_of_its_checkout_although_cloudformation_does_not_answer(
+    aws: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Aws().prepare()
+    launch_head(cluster_file.load(launcher_file.FILE))
+    monkeypatch.setattr(aws.faults, "organization_denies", ["cloudformation:*"])
+    left = Aws().down()
+    assert instances.living(FILE) == []
+    assert any("a stack, because" in one for one in left)
+    assert identity.read()
 
 
 def test_a_key_pair_without_a_stack_has_an_owner(aws: Api, sign_in: Callable[[str, str], None]) -> None:
     """For example while `prepare` makes the stack."""
-    key_pair.ensure(FILE)
+    key_pair.ensure(FILE, LAPTOP)
     sign_in(ACCOUNT, "colleague")
     assert f"belongs to {LAPTOP}. To agree" in refusal()
 

@@ -50,6 +50,15 @@ def test_a_missing_file_and_an_unknown_profile_are_refused(tmp_path: Path) -> No
         settings.load(Example, "machine", profile="laptop")
 
 
+def test_a_file_of_a_windows_editor_is_read_or_named(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_bytes(b"\xef\xbb\xbf[machine]\r\nregion = 1\r\n")  # with a byte order mark
+    assert settings.parse(file) == {"machine": {"region": 1}}
+    file.write_bytes("# café".encode("latin-1"))
+    with pytest.raises(settings.UserError, match=r"settings\.toml is not UTF-8: .* Save it as UTF-8"):
+        settings.parse(file)
+
+
 def test_relative_paths_are_resolved_and_uris_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROJECT_DIR", "/somewhere/project")
     assert settings.resolve("data/packed") == "/somewhere/project/data/packed"

@@ -113,6 +113,31 @@ def test_a_type_that_joins_later_is_asked_for_at_once_and_at_each_tick(market: M
     assert market.asked == [HEAD, P5, P5]
 
 
+def test_an_answer_of_another_form_is_no_answer(market: Market) -> None:
+    market.error = market.spot_error = KeyError("OnDemand")
+    costs = Spending(FILE, {})
+    costs.add([machine()], HOUR)
+    assert costs.dollars == highest_price(P5)
+
+
+def test_an_instance_that_aws_has_not_listed_before_counts_from_its_launch(market: Market) -> None:
+    """For example, because questions about instances failed for hours."""
+    costs = Spending(FILE, {})
+    costs.add([machine(HEAD)], 5)
+    costs.add([machine(HEAD), dataclasses.replace(machine(age_s=2 * HOUR), id="i-2")], 5)
+    assert costs.dollars == pytest.approx(2 * 55, rel=1e-3)
+
+
+def test_known_prices_are_not_asked_for_at_each_tick_if_new_ones_fail(market: Market) -> None:
+    costs = Spending(FILE, {})
+    costs.add([machine(HEAD)], 5)
+    market.error = THROTTLED
+    costs._read = float("-inf")  # an hour later
+    for _ in range(3):
+        costs.add([machine(HEAD)], 5)
+    assert market.asked == [HEAD, HEAD]
+
+
 def test_known_prices_are_not_asked_for_at_each_tick(market: Market) -> None:
     costs = Spending(FILE, {})
     for _ in range(3):

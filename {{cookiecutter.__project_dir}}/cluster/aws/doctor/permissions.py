@@ -1,12 +1,12 @@
 """Check whether the caller has all permissions for `inv up` and `inv down`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from botocore.exceptions import ClientError
 
 import settings
-from cluster.aws import aws_errors, boundary, budget, stack, vpc
+from cluster.aws import aws_errors, boundary, budget, reservation, stack, vpc
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import bucket, instances
 from cluster.doctor import Finding, judge
@@ -32,8 +32,8 @@ ACTIONS = {
     "ec2:AuthorizeSecurityGroupIngress ec2:RevokeSecurityGroupIngress ec2:AuthorizeSecurityGroupEgress "
     "ec2:RevokeSecurityGroupEgress ec2:CreateLaunchTemplate ec2:CreateLaunchTemplateVersion ec2:DeleteLaunchTemplate "
     "ec2:CreatePlacementGroup ec2:DescribePlacementGroups ec2:DeletePlacementGroup ec2:DescribeNatGateways "
-    "ec2:DescribeAddresses ec2:DescribeRouteTables ec2:DescribeCapacityReservations pricing:GetProducts "
-    "ssm:GetParameters secretsmanager:ListSecrets iam:ListRoles",
+    "ec2:DescribeAddresses ec2:DescribeRouteTables pricing:GetProducts "
+    "ssm:GetParameters secretsmanager:ListSecrets",
     "arn:{partition}:ec2:{region}:{account}:instance/*": "ec2:RunInstances ec2:CreateTags ec2:TerminateInstances",
     "arn:{partition}:cloudformation:{region}:{account}:stack/{slug}/*": "cloudformation:CreateStack "
     "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
@@ -88,6 +88,11 @@ BOUNDARY_ACTIONS = {HEAD_ROLE: "iam:PutRolePermissionsBoundary"}
 NO_BOUNDARY_ACTIONS = {HEAD_ROLE: "iam:DeleteRolePermissionsBoundary"}
 # Additional actions for the budget, if [cluster.budget] of settings.toml has one.
 BUDGET_ACTIONS = {"*": "budgets:ModifyBudget budgets:ViewBudget budgets:TagResource budgets:ListTagsForResource"}
+# Additional actions if [cluster.capacity] of settings.toml names a reservation.
+RESERVATION_ACTIONS = {"*": "ec2:DescribeCapacityReservations"}
+# Actions with which inv down names reservations that still cost money, and clusters in other regions. Without them, it
+# says what it does not know.
+OPTIONAL_ACTIONS = {"*": "ec2:DescribeCapacityReservations iam:ListRoles"}
 # Actions that only the doctor needs. If AWS denies one, the report of the failed check names it.
 DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
@@ -108,7 +113,8 @@ def check(account: Account) -> Iterator[Finding]:
         yield Finding("warning", f"{text}. Create a user for daily work: aws iam create-user --user-name NAME")
         return
     try:
-        missing = _simulate(account)
+        missing = _simulate(account, _needed_actions(account))
+        unknown = _simulate(account, [*OPTIONAL_ACTIONS.items()])
     except ClientError as error:
         tried = list(_dry_runs(account))
         yield from tried
@@ -130,6 +136,9 @@ def check(account: Account) -> Iterator[Finding]:
     yield judge(
         not missing, f"you have {needed - len(missing)} of the {needed} permissions for inv up and inv down", remedy
     )
+    if unknown:
+        text = f"without {' and '.join(unknown)}, inv down cannot name all reservations and clusters that cost money"
+        yield Finding("warning", f"{text}. Add them to the policy of {account.arn}")
 
 
 def _needed_actions(account: Account) -> list[tuple[str, str]]:
@@ -146,6 +155,7 @@ def _needed_actions(account: Account) -> list[tuple[str, str]]:
         *(BOUNDARY_ACTIONS.items() if boundary.load() else []),
         *(NO_BOUNDARY_ACTIONS.items() if not boundary.load() and stack.parameters(account).get("Boundary") else []),
         *(BUDGET_ACTIONS.items() if budget.stack_parameters() else []),
+        *(RESERVATION_ACTIONS.items() if reservation.load_section().reservation else []),
     ]
 
 
@@ -162,8 +172,8 @@ def _lacks_balancing_role(account: Account) -> bool:
     return False
 
 
-def _simulate(account: Account) -> list[str]:
-    """Return the actions that the caller's policies do not allow."""
+def _simulate(account: Account, needed: Sequence[tuple[str, str]]) -> list[str]:
+    """Return those of the needed actions, given by resource, that the caller's policies do not allow."""
     iam = account.client("iam")
     _, partition, _, _, number, name = account.arn.split(":", 5)
     source = account.arn
@@ -182,7 +192,7 @@ def _simulate(account: Account) -> list[str]:
     names["bucket"] = bucket.name(account)
     return [
         result["EvalActionName"]
-        for resource, actions in _needed_actions(account)
+        for resource, actions in needed
         for page in iam.get_paginator("simulate_principal_policy").paginate(
             PolicySourceArn=source,
             ActionNames=actions.split(),
