@@ -78,8 +78,7 @@ def _test_template_and_emulator(context: Context, nightly: bool) -> Path:
         _step("checking the types of benchmarks, faults and tests")
         _check_types(context, python, project)
         _step(f"testing the template, and the emulated AWS of {project}")
-        workers = ("--numprocesses", "2", "--dist", "loadgroup")  # the tests that start a cloud are one group
-        _test_in_project(context, python, project, "emulator", *workers, *_selection(nightly))
+        _test_in_project(context, python, project, "emulator", *_selection(nightly))
     print(own.result().stdout, own.result().stderr)
     if own.result().failed:
         raise Exit("error: tests of the template failed. Their output is above", 1)

@@ -161,8 +161,8 @@ def _unknown_key(path: Keypath, key: str, known: Keys) -> str:
     return f"{settings.no_such_key(key, known)} Correct that line"
 
 
-WITHOUT_KEYS = {"str", "int", "float", "bool", "tuple", "list", "Literal"}
-"""Names in the annotations of fields whose values are no tables."""
+TABLES = ("dict", "Dict", "Mapping", "Any")
+"""Names in the annotations of fields whose values may be tables with any keys."""
 
 
 @functools.cache
@@ -195,8 +195,9 @@ def _nested(module: str, annotation: ast.expr) -> Keys | None:
     for node in ast.walk(annotation):
         if isinstance(node, ast.Name) and (found := _keys_of(module, node)):
             return found
-    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-    return None if names <= WITHOUT_KEYS else {}  # pydantic checks the value
+        if isinstance(node, ast.Name) and node.id in TABLES:
+            return {}
+    return None
 
 
 def _keys_of(module: str, reference: ast.expr) -> Keys | None:

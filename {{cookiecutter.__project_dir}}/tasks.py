@@ -42,8 +42,8 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
         def checked(context: Context, *args: Any, **options: Any) -> None:
             try:
                 os.environ[settings.TARGET] = options.get("target", "local")  # for commands in messages, also of jobs
-                if body.__name__ not in ("doctor", "down"):  # the doctor lists all problems; down must end what costs
-                    sections.check()
+                if body.__name__ != "doctor":  # which lists a wrong section with all other problems
+                    _check_sections(is_fatal=body.__name__ != "down")  # which must end what costs money
                 body(context, *args, **options)
             except settings.UserError as error:
                 raise Exit(printable(f"error: {error}"), error.exit_code) from None
@@ -60,6 +60,15 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
         return task(checked, positional=list(positional), help=texts)
 
     return decorate
+
+
+def _check_sections(*, is_fatal: bool) -> None:
+    try:
+        sections.check()
+    except settings.UserError as error:
+        if is_fatal:
+            raise
+        print(printable(f"warning: {error}"), file=sys.stderr)
 
 
 def _aws_errors() -> Any:

@@ -77,13 +77,18 @@ def test_what_stays_in_use_is_named_with_the_reason_and_the_rest_is_deleted(
 @pytest.mark.parametrize(
     ("action", "kept"),
     [
-        ("ec2:DeleteVolume", "volume"),
         ("ec2:DescribeVolumes", "volume"),
-        ("ec2:CancelSpotInstanceRequests", "spot"),
-        ("ec2:DeleteKeyPair", "key"),
-        ("secretsmanager:DeleteSecret", "secret"),
-        ("scheduler:DeleteSchedule", "the"),
         ("cloudformation:DeleteStack", "stack"),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in (
+                ("ec2:DeleteVolume", "volume"),
+                ("ec2:CancelSpotInstanceRequests", "spot"),
+                ("ec2:DeleteKeyPair", "key"),
+                ("secretsmanager:DeleteSecret", "secret"),
+                ("scheduler:DeleteSchedule", "the"),
+            )
+        ),
     ],
 )
 def test_without_a_permission_the_rest_is_deleted(up: EmulatedAccount, action: str, kept: str) -> None:

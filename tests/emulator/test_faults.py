@@ -1,4 +1,4 @@
-"""Run three fault tests, and check that the code still contains the messages that the fault tests look for."""
+"""Run two fault tests, and check that the code still contains the messages that the fault tests look for."""
 
 import ast
 import importlib
@@ -22,12 +22,11 @@ FOREIGN = {"gathered {'zone'", "'instance_type': '", "no-such-package", "not aut
 """Phrases from other programs, and from jobs that the fault tests submit."""
 
 
-@pytest.mark.xdist_group("cloud")  # a project has one cloud at a time
 @pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
-def test_a_cluster_handles_three_faults() -> None:
+def test_a_cluster_handles_two_faults() -> None:
     """`./inv faults` runs all fault tests, which takes an hour."""
     done = subprocess.run(
-        [sys.executable, "-m", "faults", "no spot capacity in the first zone,full disk,another account"],
+        [sys.executable, "-m", "faults", "full disk,another account"],
         cwd=settings.PROJECT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -35,7 +34,7 @@ def test_a_cluster_handles_three_faults() -> None:
         timeout=3600,  # in case the tests hang
     )
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("✓") == 3
+    assert done.stdout.count("✓") == 2
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -10,10 +10,7 @@ import pytest
 import settings
 from cluster.emulator import sandbox
 
-pytestmark = [
-    pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported"),
-    pytest.mark.xdist_group("cloud"),  # a project has one cloud at a time
-]
+pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 IN_CLOUD = (
     "from cluster.emulator import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'; "
     "sandbox.run_in_fresh_cloud('tests_of_a_host')"
@@ -59,6 +56,7 @@ print("free:", run("df --output=avail / | tail -n 1").stdout.strip())
 """
 
 
+@pytest.mark.nightly
 def test_a_gpu_machine_is_late_and_its_disk_can_be_full(tmp_path: Path) -> None:
     (tmp_path / "tests_of_a_host.py").write_text(SCRIPT)
     done = subprocess.run(

@@ -17,10 +17,7 @@ from cluster import environment
 from cluster.common import cluster_file
 from cluster.emulator import packages, sandbox
 
-pytestmark = [
-    pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported"),
-    pytest.mark.xdist_group("cloud"),  # a project has one cloud at a time
-]
+pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 TIMEOUT_S = 10
 DNS_TIMEOUT_S = 5  # glibc's default, before it tries again
 WITHOUT_PACKAGES = (

@@ -164,7 +164,7 @@ def test_an_operation_without_end_is_said(account: EmulatedAccount, monkeypatch:
     monkeypatch.setattr(stack, "STACK_TIMEOUT_S", 0.2)
     deploy(account)
     account.stack.status = "UPDATE_IN_PROGRESS"
-    with pytest.raises(settings.UserError, match=r"is still UPDATE_IN_PROGRESS after 0 s\. Run: inv prepare --target"):
+    with pytest.raises(settings.UserError, match=r"is still UPDATE_IN_PROGRESS after 0 s\. Run the command again"):
         deploy(account)
 
 

@@ -103,15 +103,13 @@ def of_running(file: ClusterFile, running: Collection[Instance]) -> tuple[Market
 def find(file: ClusterFile, names: Collection[str]) -> tuple[MarketPrices, str]:
     """Return the prices of instance types that AWS names, and why it does not name the others, or "".
 
-    If AWS does not answer, nothing more is asked for, because each call may take half a minute. Never raises an
+    If AWS does not answer, the other types are not asked for, because each call may take seconds. Never raises an
     exception, because the limit in dollars must not depend on the form of AWS's answers.
     """
     known, reasons = MarketPrices({}, {}), list[str]()
     try:
         spot = spot_prices(file, names)
         known.spot.update({name: spot.get(name, {}) for name in names})
-    except BotoCoreError as error:
-        return known, str(error)
     except Exception as error:
         reasons.append(str(error))
     for name in sorted(names):

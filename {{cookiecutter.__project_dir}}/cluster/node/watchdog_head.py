@@ -103,7 +103,7 @@ def watch() -> None:
 
 def _give_up_early(file: ClusterFile) -> None:
     """Let no call to AWS delay the limits. By default, a call that is not answered takes five minutes."""
-    limited = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 3})
+    limited = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 2})
     aws_session.start(file.region, limited)
 
 

@@ -230,7 +230,7 @@ def test_only_a_prepare_that_creates_something_binds_the_checkout(
 def raising(error: BaseException) -> Callable[..., None]:
     """Return a function that raises an error."""
 
-    def function(*args: Any) -> None:
+    def function(*args: Any, **kwargs: Any) -> None:
         raise error
 
     return function
@@ -268,7 +268,7 @@ def test_without_a_record_down_names_the_clusters_of_the_account(
         "laptop", "deny", json.dumps({"Version": "2012-10-17", "Statement": [policy]})
     )
     assert Aws().down() == []
-    said = f"has nothing of {FILE.slug} in {OTHER_REGION}. Other regions were not searched, because you lack"
+    said = f"has nothing of {FILE.slug} in {OTHER_REGION}. Other regions were not searched: you lack"
     assert said in capsys.readouterr().out
     assert stack.find(FILE)
 

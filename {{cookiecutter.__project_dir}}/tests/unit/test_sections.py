@@ -6,7 +6,7 @@ import tomllib
 import types
 import typing
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from invoke import Collection, Context, Exit
 
 import sections
 import settings
-from cluster import job_scripts
+from cluster import job_scripts, targets
 from pipeline.ray_support import cli
 from pipeline.serving.options import ModelsOptions
 from pipeline.training.options import DDPOptions
@@ -176,7 +176,8 @@ def calls() -> list[tuple[str, tuple[str, ...]]]:
 def test_every_section_that_the_code_reads_is_registered_and_the_other_way_round() -> None:
     registered = {(entry.type.rpartition(".")[2], entry.names) for entry in sections.SECTIONS}
     # these read some keys of a registered section
-    parts = {"OutputSection", "EfaSection", "NetworkCostsSection", "NetworkOptions", "ServeSection"}
+    parts = {"OutputSection", "EfaSection", "NetworkOptions", "ServeSection"}
+    parts |= {"CapacityCostsSection", "NetworkCostsSection"}
     read = {call for call in calls() if call[0] not in parts and call[1]}
     assert read == registered
     names = {entry.name for entry in sections.SECTIONS}
@@ -212,9 +213,21 @@ def misspelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("misspelled")
 def test_every_verb_refuses_a_misspelled_section(tasks: ModuleType) -> None:
     for verb in Collection.from_module(tasks).tasks.values():
-        if verb.name != "doctor":  # which shows it among its findings: see test_doctor.py and test_aws_doctor.py
+        # the doctor shows it among its findings: see test_doctor.py and test_aws_doctor.py
+        if verb.name not in ("doctor", "down"):
             with pytest.raises(Exit, match=r"there is no section \[cluster\.netwrok\]"):
                 verb.body(Context())
+
+
+@pytest.mark.usefixtures("misspelled")
+def test_down_only_warns_because_it_ends_what_costs_money(
+    tasks: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = SimpleNamespace(down=lambda owner, drain_s: [])
+    monkeypatch.setattr(targets, "get", lambda name: local)
+    tasks.down.body(Context())
+    assert "warning: " in (said := capsys.readouterr().err)
+    assert "there is no section [cluster.netwrok]" in said
 
 
 @pytest.mark.usefixtures("misspelled")

@@ -137,7 +137,7 @@ def check(account: Account) -> Iterator[Finding]:
         not missing, f"you have {needed - len(missing)} of the {needed} permissions for inv up and inv down", remedy
     )
     if unknown:
-        text = f"without {' and '.join(unknown)}, inv down cannot name all reservations and clusters that cost money"
+        text = f"without {' and '.join(unknown)}, reservations or clusters elsewhere that cost money stay unnamed"
         yield Finding("warning", f"{text}. Add them to the policy of {account.arn}")
 
 
