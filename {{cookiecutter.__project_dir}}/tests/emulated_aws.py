@@ -16,7 +16,7 @@ from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
-from cluster.aws import capacity_blocks, launcher_file, prepare
+from cluster.aws import capacity_blocks, launcher_file, prepare, teardown
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import moto_instances
@@ -81,6 +81,7 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(launcher_file, "FILE", tmp_path / "cluster.yaml")
     monkeypatch.setattr(capacity_blocks, "OFFERINGS", tmp_path / "offerings.json")
     monkeypatch.setattr(prepare, "_own_address", lambda: "203.0.113.7")
+    monkeypatch.setattr(teardown, "SETTLE_TIMEOUT_S", 0.0)
     yield api
     _empty_account()
 

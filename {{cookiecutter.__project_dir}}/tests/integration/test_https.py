@@ -18,7 +18,7 @@ CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000
 @pytest.fixture
 def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     """Yield the cluster file. Moto simulates AWS, with the tests' bucket."""
-    monkeypatch.setattr(key_pair, "ensure", lambda file: None)
+    monkeypatch.setattr(key_pair, "ensure", lambda file, owner: None)
     monkeypatch.setattr(prepare, "_own_address", lambda: "192.0.2.1")
     stack_resources.refuse_unmodeled(stack.template(efa_cards=4, makes_network=True))
     file = cluster_file.load()
