@@ -90,7 +90,7 @@ FAULTS = [
     Fault("up interrupted three times", "down leaves nothing", "operators.interrupted_up"),
     Fault("plain ray up and ray down", "both work, and no machine is left", "operators.plain_ray"),
     Fault("the stack is busy", "verbs that change it wait for each other", "operators.busy_stack"),
-    Fault("volumes vanish during down", "down goes on, and nothing is left", "operators.volumes_vanish"),
+    Fault("volumes vanish during down", "down deletes the rest, and nothing is left", "operators.volumes_vanish"),
     Fault("down from another checkout, twice", "nothing is left", "operators.down_twice"),
     Fault(
         "another account, region or owner",

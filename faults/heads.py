@@ -91,8 +91,7 @@ def time_limit(harness: Harness) -> str:
     assert harness.workers(), "the cluster has ended at the first limit"
     assert f"{first:.1f}" in run_verb("limits")
     harness.head().run(f"sudo touch --date='{limit:g} hours ago' {LAUNCHED}")
-    summary = _wait_until_terminated(harness)
-    output = run_verb("status", exit_code=1)
+    summary, output = _status_after_the_end(harness)
     assert f"the limit of {limit:g} hours" in output, output
     log = run_verb("logs", exit_code=1)  # the job did not succeed
     assert "at work" in log, log
@@ -104,8 +103,7 @@ def spend_limit(harness: Harness) -> str:
     _busy_workers(harness)
     limit = limits.load().dollars
     _restart_watchdog(harness, limit - 0.0001)
-    summary = _wait_until_terminated(harness)
-    output = run_verb("status", exit_code=1)
+    summary, output = _status_after_the_end(harness)
     assert f"the limit of {limit:g} dollars" in output, output
     return f"{summary}, and status says why; its recorded costs were set to almost {limit:g} dollars"
 
@@ -120,8 +118,7 @@ def prices_unknown(harness: Harness) -> str:
     assert "does not name the price of" in output, output
     limit = limits.load().dollars
     _restart_watchdog(harness, limit - 0.0001)
-    summary = _wait_until_terminated(harness)
-    output = run_verb("status", exit_code=1)
+    summary, output = _status_after_the_end(harness)
     assert f"the limit of {limit:g} dollars" in output, output
     assert "dollars are assumed, because AWS did not name the price" in output, output
     return f"{summary}, and status says that the price was assumed"
@@ -138,8 +135,7 @@ def full_disk(harness: Harness) -> str:
     assert "GB free on the disk with" in output, output
     assert "the watchdog is not running" not in output, output
     harness.head().run(f"sudo touch --date='{limit:g} hours ago' {LAUNCHED}")
-    summary = _wait_until_terminated(harness)
-    output = run_verb("status", exit_code=1)
+    summary, output = _status_after_the_end(harness)
     assert f"the limit of {limit:g} hours" in output, output
     assert "GB free on the disk with" in output, output
     return f"{summary}, and status says why; {limit:g} hours were skipped"
@@ -228,6 +224,12 @@ def _wait_until_terminated(harness: Harness, timeout_s: float = 60) -> str:
     count = len(instances.living(harness.file))
     took = wait_for(lambda: not instances.living(harness.file), timeout_s, "the cluster to terminate itself")
     return f"{count} machines terminated themselves after {took:.0f} s"
+
+
+def _status_after_the_end(harness: Harness) -> tuple[str, str]:
+    """Wait until the cluster has terminated itself. Return a summary, and what `inv status` then prints."""
+    summary = _wait_until_terminated(harness)
+    return summary, run_verb("status", exit_code=1)
 
 
 def _check_no_orphans(harness: Harness) -> None:

@@ -217,10 +217,10 @@ class Aws:
         ownership.agree(file, owner, "end it?", f"inv down --target {TARGET}")
         if drain_s:
             drain.before_down(self, drain_s)
-        existing: list[object] = [*instances.living(file)]
+        had_instances = bool(instances.living(file))  # asks only EC2, because machines must end whatever else fails
         if failures := attempt("instances", lambda: teardown.end_instances(file)):
             return [*teardown.leftovers(file), *failures]  # the guard and its stack stay, because they end instances
-        existing += teardown.leftovers(file)
+        existing = had_instances or teardown.leftovers(file)
         failures = [*teardown.delete_orphans(file), *prepare.delete(file), *secrets_manager.delete(file)]
         ssh_config.remove(file.slug)
         left = [*(teardown.leftovers if failures else teardown.settled_leftovers)(file), *failures]

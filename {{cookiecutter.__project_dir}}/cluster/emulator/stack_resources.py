@@ -132,6 +132,22 @@ class _Resource(CloudFormationModel):
         raise NotImplementedError
 
 
+class _OfMoto(CloudFormationModel):
+    """Changes how a stack makes, updates or deletes one of moto's own resources. Subclasses set TYPE and NAME."""
+
+    TYPE: ClassVar[str] = ""
+    NAME: ClassVar[str] = ""
+    """The property that names the resource."""
+
+    @classmethod
+    def cloudformation_name_type(cls) -> str:  # type: ignore[override]
+        return cls.NAME
+
+    @classmethod
+    def cloudformation_type(cls) -> str:  # type: ignore[override]
+        return cls.TYPE
+
+
 class InternetGateway(_Resource):
     TYPE = "AWS::EC2::InternetGateway"
 
@@ -272,20 +288,15 @@ class NatGateway(_Resource):
         ec2.delete_nat_gateway(physical_id)
 
 
-class SecurityGroup(CloudFormationModel):
+class SecurityGroup(_OfMoto):
     """moto's security group, with the rules for outgoing traffic.
 
     Such a rule replaces the default one, which allows all outgoing traffic, also if it is a resource of its own.
     https://docs.aws.amazon.com/AWSCloudFormation/latest/TemplateReference/aws-resource-ec2-securitygroupegress.html
     """
 
-    @staticmethod
-    def cloudformation_name_type() -> str:
-        return "GroupName"
-
-    @staticmethod
-    def cloudformation_type() -> str:
-        return "AWS::EC2::SecurityGroup"
+    TYPE = "AWS::EC2::SecurityGroup"
+    NAME = "GroupName"
 
     @classmethod
     def create_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> Any:
@@ -408,16 +419,11 @@ class Budget(_Resource):
         budgets_backends[ec2.account_id]["aws"].delete_budget(ec2.account_id, physical_id)
 
 
-class LoadBalancer(CloudFormationModel):
+class LoadBalancer(_OfMoto):
     """moto's load balancer, of which an update can change the subnets."""
 
-    @staticmethod
-    def cloudformation_name_type() -> str:
-        return "Name"
-
-    @staticmethod
-    def cloudformation_type() -> str:
-        return "AWS::ElasticLoadBalancingV2::LoadBalancer"
+    TYPE = "AWS::ElasticLoadBalancingV2::LoadBalancer"
+    NAME = "Name"
 
     @classmethod
     def update_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> Any:
@@ -431,16 +437,10 @@ class LoadBalancer(CloudFormationModel):
     delete_from_cloudformation_json = FakeLoadBalancer.delete_from_cloudformation_json
 
 
-class Listener(CloudFormationModel):
+class Listener(_OfMoto):
     """moto's listener, which moto deletes only with its load balancer."""
 
-    @staticmethod
-    def cloudformation_name_type() -> str:
-        return ""
-
-    @staticmethod
-    def cloudformation_type() -> str:
-        return "AWS::ElasticLoadBalancingV2::Listener"
+    TYPE = "AWS::ElasticLoadBalancingV2::Listener"
 
     @classmethod
     def delete_from_cloudformation_json(  # type: ignore[override]
@@ -452,16 +452,11 @@ class Listener(CloudFormationModel):
     update_from_cloudformation_json = FakeListener.update_from_cloudformation_json
 
 
-class TargetGroup(CloudFormationModel):
+class TargetGroup(_OfMoto):
     """moto's target group, which moto never deletes."""
 
-    @staticmethod
-    def cloudformation_name_type() -> str:
-        return "Name"
-
-    @staticmethod
-    def cloudformation_type() -> str:
-        return "AWS::ElasticLoadBalancingV2::TargetGroup"
+    TYPE = "AWS::ElasticLoadBalancingV2::TargetGroup"
+    NAME = "Name"
 
     @classmethod
     def delete_from_cloudformation_json(  # type: ignore[override]
@@ -472,16 +467,11 @@ class TargetGroup(CloudFormationModel):
     create_from_cloudformation_json = FakeTargetGroup.create_from_cloudformation_json
 
 
-class Role(CloudFormationModel):
+class Role(_OfMoto):
     """moto's role, of which an update can change the permissions boundary."""
 
-    @staticmethod
-    def cloudformation_name_type() -> str:
-        return "RoleName"
-
-    @staticmethod
-    def cloudformation_type() -> str:
-        return "AWS::IAM::Role"
+    TYPE = "AWS::IAM::Role"
+    NAME = "RoleName"
 
     @classmethod
     def has_cfn_attr(cls, attr: str) -> bool:
@@ -498,16 +488,11 @@ class Role(CloudFormationModel):
     delete_from_cloudformation_json = MotoRole.delete_from_cloudformation_json
 
 
-class Bucket(CloudFormationModel):
+class Bucket(_OfMoto):
     """moto's bucket, with the block of public access."""
 
-    @staticmethod
-    def cloudformation_name_type() -> str:
-        return "BucketName"
-
-    @staticmethod
-    def cloudformation_type() -> str:
-        return "AWS::S3::Bucket"
+    TYPE = "AWS::S3::Bucket"
+    NAME = "BucketName"
 
     @classmethod
     def create_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> Any:
@@ -521,8 +506,7 @@ class Bucket(CloudFormationModel):
     delete_from_cloudformation_json = FakeBucket.delete_from_cloudformation_json
 
 
-CHANGED = (*_Resource.__subclasses__(), SecurityGroup, LoadBalancer, Listener, TargetGroup, Role, Bucket)
-get_model_map().update({kind.cloudformation_type(): kind for kind in CHANGED})
+get_model_map().update({kind.TYPE: kind for kind in (*_Resource.__subclasses__(), *_OfMoto.__subclasses__())})
 
 
 def _running(ec2: Any) -> Iterator[Any]:

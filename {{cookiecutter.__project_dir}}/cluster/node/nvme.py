@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _instance_type() -> str | None:
-    """Return this machine's type, or None if the metadata service does not answer, as it may for a moment at boot."""
+    """Return this machine's type, or None if the metadata service does not answer yet."""
     try:
         return metadata.read("instance-type")
     except OSError:
