@@ -51,6 +51,7 @@ def tasks() -> Iterator[ModuleType]:
 def no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests work with any account, also if this project has a cluster."""
     monkeypatch.setattr(identity, "RECORD", tmp_path / "identity.json")
+    monkeypatch.delenv(settings.TARGET, raising=False)  # a verb that an earlier test called may have set it
 
 
 @pytest.fixture(scope="session")
