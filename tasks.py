@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from invoke import Context, Exit, task
+from invoke import Context, Exit, Result, task
 from packaging.markers import Marker
 
 import bake
@@ -30,7 +30,9 @@ PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
 # The path has spaces, because users have folders such as "My Drive", and Ray splits paths at spaces.
 TEST_PROJECT = "a b é/test"
+FAULTS_PROJECT = "a b é/faults"
 OWN_TESTS = f"{PYTHON} -m pytest"
+FAULTS_TEST = "emulator/test_faults.py"
 VLLM_ARGUMENTS = Path("pipeline", "serving", "vllm_arguments.json")
 THIRD_PARTY = Path("pipeline", "serving", "third_party")
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
@@ -67,21 +69,28 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
 
 
 def _test_template_and_emulator(context: Context, nightly: bool) -> Path:
-    """Run the template's own tests and those of the emulated AWS at once, because both mostly wait.
+    """Run the template's own tests, two faults, and the other tests of the emulated AWS at once: they mostly wait.
 
-    Return the project that the emulated AWS was tested in.
+    The faults get a project of their own, because a project has one emulated AWS at a time. Return the other project.
     """
-    with ThreadPoolExecutor(1) as background:
-        own = background.submit(context.run, OWN_TESTS, hide=True, warn=True)
+    with ThreadPoolExecutor(2) as background:
+        quiet = {"hide": True, "warn": True}
+        beside = {"tests of the template": background.submit(Context().run, OWN_TESTS, **quiet)}
         project = _bake(context, TEST_PROJECT)
         python = _python(context, project)
+        faulty = _bake(context, FAULTS_PROJECT)
+        (faulty / ".venv").unlink(missing_ok=True)
+        (faulty / ".venv").symlink_to((project / ".venv").resolve())
+        beside["fault tests"] = background.submit(_test_in_project, Context(), python, faulty, FAULTS_TEST, **quiet)
         _step("checking the types of benchmarks, faults and tests")
         _check_types(context, python, project)
         _step(f"testing the template, and the emulated AWS of {project}")
-        _test_in_project(context, python, project, "emulator", *_selection(nightly))
-    print(own.result().stdout, own.result().stderr)
-    if own.result().failed:
-        raise Exit("error: tests of the template failed. Their output is above", 1)
+        options = ["--numprocesses", "2", "--dist", "loadfile", "--ignore", str(bake.TEMPLATE / "tests" / FAULTS_TEST)]
+        _test_in_project(context, python, project, "emulator", *options, *_selection(nightly))
+    for name, tests in beside.items():
+        print(tests.result().stdout, tests.result().stderr)
+        if tests.result().failed:
+            raise Exit(f"error: {name} failed. Their output is above", 1)
     return project
 
 
@@ -100,15 +109,18 @@ def _check_types(context: Context, python: Path, project: Path) -> None:
         context.run(shlex.join(map(str, command)), in_stream=False)
 
 
-def _test_in_project(context: Context, python: Path, project: Path, folder: str, *options: str) -> None:
-    """Run the template's tests/FOLDER in a project's folder and environment."""
+def _test_in_project(
+    context: Context, python: Path, project: Path, name: str, *options: str, **how: bool
+) -> Result | None:
+    """Run the template's tests/NAME, a folder or file, in a project's folder and environment."""
+    tests = bake.TEMPLATE / "tests" / name
     # confcutdir keeps pytest from loading tests/conftest.py, which needs the template's environment
-    tests = bake.TEMPLATE / "tests" / folder
-    command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", tests, *options, tests]
+    top = bake.TEMPLATE / "tests" / Path(name).parts[0]
+    command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", top, *options, tests]
     with context.cd(str(project)):
         variables = _variables(project)
         variables["PYTHONPATH"] += f"{os.pathsep}{project / 'tests'}"  # for published_models.py
-        context.run(shlex.join(map(str, command)), env=variables, in_stream=False)
+        return context.run(shlex.join(map(str, command)), env=variables, in_stream=False, **how)
 
 
 @task
