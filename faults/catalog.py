@@ -56,6 +56,11 @@ FAULTS = [
         "operators.up_again",
     ),
     Fault(
+        "the watchdog's code changes",
+        "up replaces it on all machines while a job goes on, and says if the new code does not work",
+        "operators.watchdog_changes",
+    ),
+    Fault(
         "everything at once",
         "the gang starts; down waits for slow machines, and the next up works at once",
         "capacity.everything_at_once",

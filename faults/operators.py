@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from cluster.emulator import cloud
 from cluster.emulator.deletions import GONE
 from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
 from cluster.emulator.waiting import wait_for
+from cluster.node import restart
 from faults import secret_search
 from faults.capacity import GATHER, gather
 from faults.harness import (
@@ -35,6 +37,8 @@ from faults.harness import (
 from faults.setup import ONE_CPU
 
 SLEEP = "import time; print('at work', flush=True); time.sleep(600)"
+SLEEP_ON_A_WORKER = f"import ray; ray.init(); ray.get(ray.remote(num_cpus=1)(lambda: exec({SLEEP!r})).remote())"
+WATCHDOG = settings.PROJECT / "cluster" / "node" / "watchdog.py"
 
 
 def up_again(harness: Harness) -> str:
@@ -50,6 +54,28 @@ def up_again(harness: Harness) -> str:
     assert harness.is_running(job), harness.log(job)
     change, *_ = re.findall(r"cluster\.yaml or the pins.*?running jobs", output)
     return f"the job continued; with a changed cluster.yaml: {change}"
+
+
+def watchdog_changes(harness: Harness) -> str:
+    """The watchdog's code changes during a job: `up` replaces it on head and worker, and says if it does not work."""
+    job = harness.submit(SLEEP_ON_A_WORKER)
+    wait_for(lambda: "at work" in harness.log(job), 240, "the job to start on a worker")
+    (worker,), line = harness.workers(), 'process.take_over("watchdog")\n'
+    code = WATCHDOG.read_text(encoding="utf-8")
+    with replaced_file(WATCHDOG, code.replace(line, f'{line}    logging.warning("this is new")\n')):
+        output = run_verb("up")
+        assert "the new code runs on the head and 1 workers" in output, output
+        assert "the code of the watchdog has changed" not in run_verb("up")
+    on_worker = shlex.join([*restart.SSH, f"ubuntu@{worker.private_address}", "cat ~/watchdog.log"])
+    assert "this is new" in harness.head().run("cat ~/watchdog.log")
+    assert "this is new" in harness.head().run(on_worker)
+    with replaced_file(WATCHDOG, code.replace(line, f"{line}    raise SystemExit\n")):
+        output = run_verb("up", exit_code=1)
+        assert "does not work with the new code" in output, output
+    assert "the new code runs on the head and 1 workers" in run_verb("up")
+    assert [one.id for one in harness.workers()] == [worker.id]
+    assert harness.is_running(job), harness.log(job)
+    return re.findall(r"the watchdog of .*?does not work with the new code", output)[0] + "; the job went on"
 
 
 def own_subnets(harness: Harness) -> str:

@@ -1,11 +1,12 @@
 """Finds the imports of this project by parsing its files, without importing any module."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import settings
+from cluster.aws import source_hash
 
 FOLDERS = ("jobs", "pipeline", "cluster", "demo", "tests")
 
@@ -24,20 +25,10 @@ def _files() -> dict[str, Path]:
 FILES = _files()
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Yield the dotted name of everything that a file imports, including inside functions and under TYPE_CHECKING."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
 def graph_of(sources: Mapping[str, str]) -> Graph:
     """Return the import graph of some modules, given their source code."""
     return {
-        module: {_resolve(name, sources) for name in imports(ast.parse(source))} - {module}
+        module: {_resolve(name, sources) for name in source_hash.imports(ast.parse(source))} - {module}
         for module, source in sources.items()
     }
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import settings
@@ -15,11 +16,12 @@ START_TIMEOUT_S = 15
 """If there is no autoscaler process this many seconds after `ray up`, the autoscaler has failed to start."""
 
 
-def mark(file: ClusterFile, digest: str) -> None:
-    """Tag the head with the digest of the cluster file that it was set up from."""
+def tag(file: ClusterFile, tags: Mapping[str, str]) -> None:
+    """Add these tags to the head, such as the digest of the cluster file that it was set up from."""
     head = instances.head(file)
     assert head
-    file.client("ec2").create_tags(Resources=[head.id], Tags=[{"Key": instances.FILES_TAG, "Value": digest}])
+    pairs = [{"Key": key, "Value": value} for key, value in tags.items()]
+    file.client("ec2").create_tags(Resources=[head.id], Tags=pairs)
 
 
 def read_status(head: ssh.SshHead) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 import settings
-from cluster.aws import gpu_node_types, reservation, vpc
+from cluster.aws import gpu_node_types, reservation, source_hash, vpc
 from cluster.aws.reservation import Reservation
 from cluster.common import cluster_file
 from cluster.common.cluster_file import CAPACITY_BLOCK, ClusterFile
@@ -22,6 +22,8 @@ MOUNTED = ".cluster/cluster.yaml"
 FILE = settings.PROJECT / MOUNTED
 COPY_ON_NODES = "~/project/cluster/cluster.yaml"
 """The key of `file_mounts` for the nodes' copy, in which the watchdog reads the node types."""
+AT_START = settings.PROJECT / "pipeline" / "serving" / "haproxy.py"
+"""Ray's start commands in cluster.yaml run this module. Other code on the nodes can be replaced while Ray runs."""
 RESERVED = "gpu-reserved"
 """Name of the node type for reserved instances."""
 HEADER = (
@@ -42,7 +44,7 @@ def load() -> ClusterFile:
 
 
 def resolved(file: ClusterFile) -> ClusterFile:
-    """Return the file with the node types that the settings add, and with a digest that depends on them.
+    """Return the file with the node types that the settings add, and with a digest of all that Ray starts with.
 
     A reservation that has ended or does not exist adds nothing, so that all verbs still work. `inv up` refuses it.
     """
@@ -50,11 +52,12 @@ def resolved(file: ClusterFile) -> ClusterFile:
     node_types = gpu_node_types.keep_runs_on_one_type(
         _reserved_node_type(with_gpus) | with_gpus.content["available_node_types"]
     )
-    if node_types == file.content["available_node_types"]:
-        return file
-    mounts = file.content["file_mounts"] | {COPY_ON_NODES: MOUNTED}
-    content = file.content | {"available_node_types": node_types, "file_mounts": mounts}
-    digest = hashlib.sha256(f"{file.digest}{json.dumps(content)}".encode()).hexdigest()[:16]
+    content = file.content
+    if node_types != content["available_node_types"]:
+        mounts = content["file_mounts"] | {COPY_ON_NODES: MOUNTED}
+        content = content | {"available_node_types": node_types, "file_mounts": mounts}
+    parts = f"{file.digest}{json.dumps(content)}{source_hash.of([AT_START])}"
+    digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
     return dataclasses.replace(file, content=content, digest=digest)
 
 

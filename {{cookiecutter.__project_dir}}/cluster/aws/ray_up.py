@@ -18,9 +18,20 @@ COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 def up() -> None:
     """Run `ray up .cluster/cluster.yaml`. Raises `settings.UserError` with its last line of output if it fails."""
+    took = _run("up", "--yes", "--no-config-cache")
+    print(f"`ray up` took {took:.0f} s")
+
+
+def copy_files() -> None:
+    """Copy the `file_mounts` to the running head. Raises `settings.UserError` if that fails."""
+    _run("rsync-up")
+
+
+def _run(name: str, *options: str) -> float:
+    """Run a command of Ray's launcher, and return the seconds that it took."""
     LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
-    command = [sys.executable, "-m", __name__, "up", "--yes", "--no-config-cache", str(FILE)]
+    command = [sys.executable, "-m", __name__, name, *options, str(FILE)]
     # if they expire soon, AWS asks for another code now, and not below the progress
     aws_session.credentials(cluster_file.load().region)
     step = "asking AWS"
@@ -41,9 +52,9 @@ def up() -> None:
         code = process.wait()
     if code:
         raise settings.UserError(
-            f"`ray up` failed ({step}): {_reason()}. Its output is in {LOG.relative_to(settings.PROJECT)}"
+            f"`ray {name}` failed ({step}): {_reason()}. Its output is in {LOG.relative_to(settings.PROJECT)}"
         )
-    print(f"`ray up` took {time.monotonic() - started:.0f} s")
+    return time.monotonic() - started
 
 
 def _reason() -> str:

@@ -24,6 +24,7 @@ from cluster.aws import (
     launcher_file,
     limits,
     load_balancer,
+    node_code,
     ownership,
     prepare,
     ray_up,
@@ -76,6 +77,7 @@ class Aws:
         changes = _describe_changes(file, running)
         if running and not changes:
             limits.follow_settings(file, yes)
+            node_code.follow(file, running)
             secrets_manager.upload(file)
             self._admit_people(file)
             ownership.record(file)
@@ -98,11 +100,13 @@ class Aws:
         secrets_manager.upload(file)
         bucket.forget_note(file)
         if running:
-            head.mark(file, "being set up")  # if this `up` is interrupted, the next one sets the head up again
+            # if this `up` is interrupted, the next one sets the head up again
+            head.tag(file, {instances.FILES_TAG: "being set up"})
+        copied = node_code.digest()  # before the copy, so that a change during `up` is noticed by the next one
         _run_launcher(file)
         head.wait_until_ready(ssh.find_head(file))
         self._admit_people(file)
-        head.mark(file, file.digest)
+        head.tag(file, {instances.FILES_TAG: file.digest, instances.NODE_CODE_TAG: copied})
         guard.follow_head(file)
         took = f"{time.monotonic() - started:.0f} s"
         print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")

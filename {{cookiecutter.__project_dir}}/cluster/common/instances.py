@@ -23,6 +23,8 @@ UNKNOWN_S = 30
 """How long EC2 may not know a new instance."""
 FILES_TAG = "project-files"
 """Tag of the head. Its value is `ClusterFile.digest` at the head's last setup."""
+NODE_CODE_TAG = "project-node-code"
+"""Tag of the head. Its value is `node_code.digest` of the code that runs on the nodes."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ import ray
 import ray.autoscaler._private.constants as ray_autoscaler_constants
 import ray.autoscaler.v2.instance_manager.config as v2_config
 import torch
-from dependencies import FILES, imports
+from dependencies import FILES
 
 import settings
+from cluster.aws.source_hash import imports
 from cluster.node import watchdog_head, watchdog_worker
 from pipeline.ray_support.private import (
     autoscaler,

@@ -35,8 +35,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
 
 
 def test_without_settings_the_file_is_cluster_yaml(use: Use) -> None:
-    assert use() == cluster_file.load()
-    assert use(instance_types=(OWN,), serve_instance_type=OWN) == cluster_file.load()
+    assert use().content == cluster_file.load().content
+    assert use(instance_types=(OWN,), serve_instance_type=OWN).content == cluster_file.load().content
 
 
 def test_one_type_replaces_that_of_cluster_yaml(use: Use) -> None:
