@@ -33,8 +33,8 @@ TEST_PROJECT = "a b é/test"
 FAULTS_PROJECT = "a b é/faults"
 OWN_TESTS = f"{PYTHON} -m pytest"
 FAULTS_TEST = "emulator/test_faults.py"
-VLLM_ARGUMENTS = Path("pipeline", "serving", "vllm_arguments.json")
-THIRD_PARTY = Path("pipeline", "serving", "third_party")
+VLLM_ARGUMENTS = Path("raymill", "serving", "vllm_arguments.json")
+THIRD_PARTY = Path("raymill", "serving", "third_party")
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 CUDA = "--python-platform x86_64-manylinux_2_28"
@@ -220,7 +220,7 @@ def lock(context: Context, latest: bool = False) -> None:
         python = _python(context, project)
         _step("storing the names of vLLM's arguments")
         with context.cd(str(project)):
-            context.run(f"{shlex.quote(str(python))} -m pipeline.serving.vllm_arguments", env=_variables(project))
+            context.run(f"{shlex.quote(str(python))} -m raymill.serving.vllm_arguments", env=_variables(project))
         shutil.copyfile(project / VLLM_ARGUMENTS, bake.PROJECT / VLLM_ARGUMENTS)
 
 
@@ -316,7 +316,7 @@ def _install_programs(context: Context) -> None:
 
 def _rehearsal_programs() -> dict[str, str]:
     """Return the rehearsal's programs and packages. Parses sandbox.py, because its imports are not installed here."""
-    module = ast.parse((bake.PROJECT / "cluster" / "emulator" / "sandbox.py").read_text(encoding="utf-8"))
+    module = ast.parse((bake.PROJECT / "raymill" / "emulator" / "sandbox.py").read_text(encoding="utf-8"))
     assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
     return ast.literal_eval(assigned["PROGRAMS"])
 

@@ -5,11 +5,11 @@ import subprocess
 import sys
 import time
 
-import settings
-from cluster.aws import prepare, ray_up, teardown
-from cluster.common import cluster_file
-from cluster.common.cluster_file import FILE
-from cluster.emulator import sandbox
+from raymill import settings
+from raymill.aws import prepare, ray_up, teardown
+from raymill.common import cluster_file
+from raymill.common.cluster_file import FILE
+from raymill.emulator import sandbox
 
 ROUNDS = 3
 

@@ -10,12 +10,12 @@ import torch
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
-from demo import assets
-from pipeline.training import checkpoints
-from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
-from pipeline.training.strategies import DDP
-from pipeline.training.trainer import train
+from raymill.demo import assets
+from raymill.training import checkpoints
+from raymill.training.options import DDPOptions
+from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
+from raymill.training.strategies import DDP
+from raymill.training.trainer import train
 
 STEPS, EVERY = 30, 10
 STORAGE_S = 8  # added to the time that the disk takes

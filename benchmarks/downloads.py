@@ -12,7 +12,7 @@ import pyarrow.fs
 
 from benchmarks import harness, slow_s3
 from benchmarks.report import Result, at_least
-from pipeline.ray_support import model_cache
+from raymill.ray_support import model_cache
 
 MIB = 2**20
 SIZE_MIB, ROUNDS = 256, 3

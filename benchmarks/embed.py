@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least
-from demo import assets
 from jobs import embed
 from jobs.embed import EmbedOptions
-from pipeline.rag import documents, embedding, index
-from pipeline.rag.chunking import Chunker
-from pipeline.rag.embedder import EmbeddingModelInfo
-from pipeline.rag.pipeline import EmbeddingWorker
+from raymill import settings
+from raymill.demo import assets
+from raymill.rag import documents, embedding, index
+from raymill.rag.chunking import Chunker
+from raymill.rag.embedder import EmbeddingModelInfo
+from raymill.rag.pipeline import EmbeddingWorker
 
 DOCUMENTS, ROUNDS = 1200, 5
 PROCESSES = 2

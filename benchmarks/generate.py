@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
-import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least
 from benchmarks.serving import LARGE, SHAPES, THREADS, VOCABULARY
 from jobs import generate
 from jobs.generate import GenerateOptions
-from pipeline.serving import app
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.serving import app
+from raymill.serving.options import ServeOptions
 
 ROWS, ROUNDS, TOKENS = 1500, 5, 32
 

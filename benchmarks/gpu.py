@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least
-from pipeline.training.dataset import Batch
-from pipeline.training.options import DDPOptions, TrainOptions
-from pipeline.training.runtimes.runtime import Runtime, SingleProcess
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP
-from pipeline.training.trainer import Trainer
+from raymill import settings
+from raymill.training.dataset import Batch
+from raymill.training.options import DDPOptions, TrainOptions
+from raymill.training.runtimes.runtime import Runtime, SingleProcess
+from raymill.training.schedule import BatchPlan
+from raymill.training.strategies import DDP
+from raymill.training.trainer import Trainer
 
 LENGTH, ROWS = 4096, 4
 FIRST, STEPS = 3, 10  # the first FIRST steps compile and choose kernels, and do not count

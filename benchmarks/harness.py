@@ -20,16 +20,15 @@ from typing import Any
 
 import psutil
 
-import settings
 from benchmarks.report import FOLDER, Result
-from cluster import environment
-from cluster.local.head import RaySection
-from cluster.network import free_ports
-from demo import assets
-from demo.assets import Fact
-from pipeline.ray_support import cli  # noqa: F401 - sets variables that `import ray` reads
-from pipeline.serving import haproxy
-from pipeline.training.options import DDPOptions
+from raymill import environment, settings
+from raymill.demo import assets
+from raymill.demo.assets import Fact
+from raymill.local.head import RaySection
+from raymill.network import free_ports
+from raymill.ray_support import cli  # noqa: F401 - sets variables that `import ray` reads
+from raymill.serving import haproxy
+from raymill.training.options import DDPOptions
 
 PEERS = FOLDER.parent / "build" / "bench-peers"
 PEERS_PINS = FOLDER / "peers" / "requirements.txt"

@@ -27,17 +27,17 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
-from cluster import status
-from cluster.aws import cloud_status, identity, launcher_file, prepare
-from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import moto_instances
-from cluster.emulator.api import Api
-from cluster.emulator.consistency import Consistency
-from cluster.emulator.moto_instances import ACCOUNT, IMAGE
-from cluster.network import free_ports
-from cluster.node import gpu_use, log_shipping, metadata, state, watchdog_head
-from cluster.target import Connection
+from raymill import status
+from raymill.aws import cloud_status, identity, launcher_file, prepare
+from raymill.common import cluster_file
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator import moto_instances
+from raymill.emulator.api import Api
+from raymill.emulator.consistency import Consistency
+from raymill.emulator.moto_instances import ACCOUNT, IMAGE
+from raymill.network import free_ports
+from raymill.node import gpu_use, log_shipping, metadata, state, watchdog_head
+from raymill.target import Connection
 
 WORKERS = (2, 16, 64)
 SESSION = "session_2026-01-01_10-00-00_1_1"

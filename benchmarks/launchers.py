@@ -14,16 +14,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
-from demo import assets
 from jobs import finetune_ddp
-from pipeline.training.options import DDPOptions, TrainOptions
-from pipeline.training.runtimes import ray_train
-from pipeline.training.runtimes.runtime import Runtime
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP
+from raymill import settings
+from raymill.demo import assets
+from raymill.training.options import DDPOptions, TrainOptions
+from raymill.training.runtimes import ray_train
+from raymill.training.runtimes.runtime import Runtime
+from raymill.training.schedule import BatchPlan
+from raymill.training.strategies import DDP
 
 ROUNDS = 9
 STEPS, FIRST = 20, 5  # the first FIRST steps allocate memory and do not count

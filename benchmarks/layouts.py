@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from benchmarks import harness
 from benchmarks.report import Result, at_least
-from pipeline.data.examples import Conversation
-from pipeline.data.template_layout import Layouts, Render
-from pipeline.data.template_renderer import RenderedText
-from pipeline.data.tokenization import DocumentTokenizer
+from raymill.data.examples import Conversation
+from raymill.data.template_layout import Layouts, Render
+from raymill.data.template_renderer import RenderedText
+from raymill.data.tokenization import DocumentTokenizer
 
 ROUNDS = 9
 LENGTH = 1024

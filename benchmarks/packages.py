@@ -10,9 +10,9 @@ import boto3
 
 from benchmarks import harness, slow_s3
 from benchmarks.report import Result, at_most
-from cluster import environment
-from cluster.common import bucket, cluster_file
-from cluster.node import bake, metadata, unpack
+from raymill import environment
+from raymill.common import bucket, cluster_file
+from raymill.node import bake, metadata, unpack
 
 ROUNDS = 3
 ACCOUNT = "123456789012"  # moto's

@@ -5,9 +5,9 @@ import pyarrow.compute as pc
 
 from benchmarks import harness
 from benchmarks.report import Result, at_least
-from pipeline.data.packing import pack
-from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.data.tokenizer import padding_id
+from raymill.data.packing import pack
+from raymill.data.tokenization import DocumentTokenizer
+from raymill.data.tokenizer import padding_id
 
 LENGTH = 1024
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from jobs import preprocess
 from jobs.preprocess import PreprocessOptions
+from raymill import settings
 
 ROWS, ROUNDS = 300_000, 9
 FEW = 100  # rows of the runs that measure the start-up: processing them takes almost no time

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import settings
 from benchmarks import harness
 from benchmarks.report import FOLDER, Result, at_least
-from demo import assets
 from jobs import embed
 from jobs.embed import EmbedOptions
-from pipeline.rag import index, ranking
-from pipeline.rag.embedder import Embedder
-from pipeline.rag.index import ScoredChunk
-from pipeline.rag.options import RagOptions
+from raymill import settings
+from raymill.demo import assets
+from raymill.rag import index, ranking
+from raymill.rag.embedder import Embedder
+from raymill.rag.index import ScoredChunk
+from raymill.rag.options import RagOptions
 
 QUESTIONS = FOLDER / "rag_questions.jsonl"
 DEFAULT = "vectors and BM25, ranked"  # what `serve_rag` does

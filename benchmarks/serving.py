@@ -18,12 +18,12 @@ import aiohttp
 import psutil
 import requests
 
-import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
-from cluster.network import free_ports
-from pipeline.serving import app, grammars, lifecycle, model_corrections
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.network import free_ports
+from raymill.serving import app, grammars, lifecycle, model_corrections
+from raymill.serving.options import ServeOptions
 
 LARGE, SMALL = "30M", "tiny"
 SHAPES = {

@@ -11,13 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
-from pipeline.serving import accounting
-from pipeline.serving.access_log import AccessLog
-from pipeline.serving.api_middleware import ApiMiddleware
-from pipeline.serving.key_metrics import KeyMetrics
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.rate_limits import RequestLimits
-from pipeline.serving.request_queue import QueueMiddleware
+from raymill.serving import accounting
+from raymill.serving.access_log import AccessLog
+from raymill.serving.api_middleware import ApiMiddleware
+from raymill.serving.key_metrics import KeyMetrics
+from raymill.serving.keys import ApiKeys
+from raymill.serving.rate_limits import RequestLimits
+from raymill.serving.request_queue import QueueMiddleware
 
 WANTED_US = 200
 ROUNDS, REQUESTS = 9, 2000

@@ -13,7 +13,7 @@ import aiohttp
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from benchmarks.serving import KEY, LARGE, SHAPES, THREADS, TOKENS, VOCABULARY, pin, served
-from pipeline.serving.options import ServeOptions
+from raymill.serving.options import ServeOptions
 
 FACTORS = (2, 4, 8)
 ROUNDS, SECONDS, WARM_S = 3, 20.0, 5.0

@@ -12,8 +12,8 @@ from ray import serve
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_least, at_most
 from benchmarks.visitors import CLEAN, RequestLog, Visitor
-from pipeline.serving.app import DEPLOYMENT
-from pipeline.serving.options import APP, ServeOptions
+from raymill.serving.app import DEPLOYMENT
+from raymill.serving.options import APP, ServeOptions
 
 BUSY, IDLE = 16, 1  # clients
 STAY_S = 20.0  # how long the clients keep running with two replicas, and later with one

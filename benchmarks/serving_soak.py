@@ -10,7 +10,7 @@ import psutil
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
 from benchmarks.visitors import CLEAN, GRACE_S, TIMEOUT_S, RequestLog, Visitor
-from pipeline.serving.options import ServeOptions
+from raymill.serving.options import ServeOptions
 
 CLIENTS = 32
 MINUTE = 60.0

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
 from benchmarks.visitors import CLEAN, RequestLog, Visitor
-from pipeline.serving import lifecycle, served_models
-from pipeline.serving.options import ServeOptions
+from raymill.serving import lifecycle, served_models
+from raymill.serving.options import ServeOptions
 
 CLIENTS = 4
 CALM_S = 60.0

@@ -12,13 +12,13 @@ import torch
 from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.report import Result, at_least, at_most
-from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.data.tokenizer import load_tokenizer, padding_id
-from pipeline.training.dataset import COLUMNS
-from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import SingleProcess
-from pipeline.training.strategies import BETAS, DDP
-from pipeline.training.trainer import PackedSource, train
+from raymill.data.tokenization import DocumentTokenizer
+from raymill.data.tokenizer import load_tokenizer, padding_id
+from raymill.training.dataset import COLUMNS
+from raymill.training.options import DDPOptions
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.strategies import BETAS, DDP
+from raymill.training.trainer import PackedSource, train
 
 ROUNDS = 3
 STEPS, FIRST = 32, 4  # the first FIRST steps allocate memory and do not count

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import harness
 from benchmarks.serving import KEY, SHAPES, SMALL, THREADS, VOCABULARY, served
-from pipeline.serving.options import ServeOptions
+from raymill.serving.options import ServeOptions
 
 FACTS, EPOCHS = 24, 20
 TOKENS = 32

@@ -29,7 +29,7 @@ tensors = safetensors.torch.load(open(folder + "/model.safetensors", "rb").read(
 """
 BEGIN = "started, total = time.perf_counter(), 0\n"
 WAYS = {
-    "this project": "import time, safetensors.torch\nfrom pipeline.ray_support import model_cache\n"
+    "this project": "import time, safetensors.torch\nfrom raymill.ray_support import model_cache\n"
     + BEGIN
     + f"folder = model_cache.on_this_node({MODEL!r})"
     + LOADED

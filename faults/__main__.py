@@ -7,9 +7,9 @@ This module must run in a project's folder and environment, with the template on
 
 import sys
 
-import settings
-from cluster.emulator import sandbox
 from faults import catalog
+from raymill import settings
+from raymill.emulator import sandbox
 
 
 def main(only: str = "") -> None:

@@ -3,11 +3,6 @@
 import re
 import time
 
-import settings
-from cluster.aws.target import Aws
-from cluster.common import instances
-from cluster.emulator import scenario
-from cluster.emulator.waiting import wait_for
 from faults.harness import (
     Harness,
     changed_cluster_file,
@@ -18,13 +13,18 @@ from faults.harness import (
     replaced_file,
     run_verb,
 )
-from instance_types import INSTANCE_TYPES
-from pipeline.ray_support.workers import WorkerOptions
+from raymill import settings
+from raymill.aws.target import Aws
+from raymill.common import instances
+from raymill.emulator import scenario
+from raymill.emulator.waiting import wait_for
+from raymill.instance_types import INSTANCE_TYPES
+from raymill.ray_support.workers import WorkerOptions
 
 # The project's default. It is far longer than a host takes to start, so no zone fails because of a slow start.
 ZONE_TIMEOUT_S = WorkerOptions.model_fields["zone_timeout_s"].default
 GATHER = (
-    "import ray, sys; from pipeline.ray_support import gang; ray.init(); "
+    "import ray, sys; from raymill.ray_support import gang; ray.init(); "
     f"print('gathered', gang.gather(int(sys.argv[1]), {{'CPU': 60, 'GPU': 1}}, {ZONE_TIMEOUT_S}, gang.offers()))"
 )
 END_S = 45

@@ -18,16 +18,15 @@ from typing import Any
 
 import yaml
 
-import settings
-from cluster import submission
-from cluster.aws import head, ssh
-from cluster.aws.ssh import SshHead
-from cluster.aws.target import Aws
-from cluster.common import cluster_file, instances
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import scenario
-from cluster.emulator.waiting import slowdown, wait_for
-from cluster.target import Connection
+from raymill import settings, submission
+from raymill.aws import head, ssh
+from raymill.aws.ssh import SshHead
+from raymill.aws.target import Aws
+from raymill.common import cluster_file, instances
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator import scenario
+from raymill.emulator.waiting import slowdown, wait_for
+from raymill.target import Connection
 
 VERB_TIMEOUT_S = 600
 
@@ -57,7 +56,7 @@ class Harness:
         return ssh.find_head(self.file)
 
     def report(self) -> dict[str, Any]:
-        """Return what cluster/node/head_status.py prints on the head."""
+        """Return what raymill/node/head_status.py prints on the head."""
         return head.read_status(self.head())
 
     def workers(self) -> list[instances.Instance]:
@@ -144,14 +143,14 @@ def final_loss(log: str) -> float:
 
 
 def control(**command: Any) -> None:
-    """Send a command to the cloud's control API (see cluster.emulator.cloud.ControlApi)."""
+    """Send a command to the cloud's control API (see raymill.emulator.cloud.ControlApi)."""
     request = urllib.request.Request(scenario.CONTROL_URL, data=json.dumps(command).encode(), method="PUT")
     urllib.request.urlopen(request).close()
 
 
 @contextlib.contextmanager
 def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
-    """Make the emulated AWS refuse these launches for lack of capacity (see cluster.emulator.api.InjectedFaults)."""
+    """Make the emulated AWS refuse these launches for lack of capacity (see raymill.emulator.api.InjectedFaults)."""
     control(faults={"no_capacity": launches})
     try:
         yield

@@ -6,16 +6,16 @@ import re
 import time
 from typing import Any
 
-import settings
-from cluster.aws import guard
-from cluster.common import instances, limits
-from cluster.emulator import scenario
-from cluster.emulator.waiting import slowdown, wait_for
-from cluster.job_client import Unreachable
-from cluster.node import log_shipping
-from cluster.node.state import INTERVAL_S, LAUNCHED
 from faults.harness import Harness, control, replaced_file, run_verb
 from faults.setup import ONE_CPU
+from raymill import settings
+from raymill.aws import guard
+from raymill.common import instances, limits
+from raymill.emulator import scenario
+from raymill.emulator.waiting import slowdown, wait_for
+from raymill.job_client import Unreachable
+from raymill.node import log_shipping
+from raymill.node.state import INTERVAL_S, LAUNCHED
 
 MAX_REPAIR_S = 180
 FIRST_LEASE_S = 1800  # see UserData in cluster.yaml

@@ -12,16 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import settings
-from cluster.aws import stack
-from cluster.aws.target import Aws
-from cluster.common import cluster_file, instances
-from cluster.common.cluster_file import FILE
-from cluster.emulator import cloud
-from cluster.emulator.deletions import GONE
-from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
-from cluster.emulator.waiting import wait_for
-from cluster.node import restart
 from faults import secret_search
 from faults.capacity import GATHER, gather
 from faults.harness import (
@@ -35,10 +25,20 @@ from faults.harness import (
     start_verb,
 )
 from faults.setup import ONE_CPU
+from raymill import settings
+from raymill.aws import stack
+from raymill.aws.target import Aws
+from raymill.common import cluster_file, instances
+from raymill.common.cluster_file import FILE
+from raymill.emulator import cloud
+from raymill.emulator.deletions import GONE
+from raymill.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
+from raymill.emulator.waiting import wait_for
+from raymill.node import restart
 
 SLEEP = "import time; print('at work', flush=True); time.sleep(600)"
 SLEEP_ON_A_WORKER = f"import ray; ray.init(); ray.get(ray.remote(num_cpus=1)(lambda: exec({SLEEP!r})).remote())"
-WATCHDOG = settings.PROJECT / "cluster" / "node" / "watchdog.py"
+WATCHDOG = settings.PROJECT / "raymill" / "node" / "watchdog.py"
 
 
 def up_again(harness: Harness) -> str:
@@ -246,7 +246,7 @@ def permission_missing(harness: Harness) -> str:
 def secret_stays_secret(harness: Harness) -> str:
     """A job uses a secret: except for .env, no file, command line, object, response or AWS call contains it."""
     canary = f"canary-{os.urandom(16).hex()}"
-    code = "import os, ray, time; from pipeline.ray_support import job_secrets; job_secrets.load(); ray.init(); "
+    code = "import os, ray, time; from raymill.ray_support import job_secrets; job_secrets.load(); ray.init(); "
     code += "length = lambda: len(os.environ['HF_TOKEN']); "
     code += "print('lengths', length(), ray.get(ray.remote(num_cpus=1)(length).remote()), flush=True); time.sleep(600)"
     env = settings.PROJECT / ".env"
@@ -287,7 +287,7 @@ def _ray(word: str, *options: str) -> None:
 def _checkout(slug: str) -> Iterator[Path]:
     """Copy the project to another folder, and change the copy's slug to `slug`."""
     folder = Path("/tmp/checkout")
-    # skipped only at the top level, because the copy needs pipeline/data
+    # skipped only at the top level, because the copy needs raymill/data
     skipped = (".venv", ".cluster", ".env", "data", "models", "runs", "results")
     shutil.copytree(settings.PROJECT, folder, ignore=lambda path, _: skipped if Path(path) == settings.PROJECT else ())
     (folder / ".venv").symlink_to(settings.PROJECT / ".venv")

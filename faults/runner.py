@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import settings
-from cluster.aws.target import Aws
-from cluster.emulator import scenario
 from faults import catalog
 from faults.catalog import Fault
 from faults.harness import Harness, control
+from raymill import settings
+from raymill.aws.target import Aws
+from raymill.emulator import scenario
 
 CONSOLE = Console(highlight=False)
 STACK_S = 5

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import requests
 
-import settings
-from cluster.common import bucket
-from cluster.emulator import scenario
 from faults.harness import Harness
+from raymill import settings
+from raymill.common import bucket
+from raymill.emulator import scenario
 
 MEMORY_FOLDERS = ("tmp", "run", "dev/shm")
 DASHBOARD_PATHS = (

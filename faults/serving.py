@@ -6,11 +6,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cluster import environment
-from cluster.common.cluster_file import PINS
-from cluster.emulator.waiting import wait_for
 from faults.harness import Harness, no_capacity, replaced_file, run_verb
-from instance_types import INSTANCE_TYPES
+from raymill import environment
+from raymill.common.cluster_file import PINS
+from raymill.emulator.waiting import wait_for
+from raymill.instance_types import INSTANCE_TYPES
 
 MACHINES = 2
 # gives the tiny model's configuration enough heads for eight GPUs

@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from cluster.common.cluster_file import PINS
-from cluster.emulator.waiting import wait_for
 from faults.capacity import GATHER
 from faults.harness import Harness, changed_cluster_file, control, replaced_file, run_verb
-from instance_types import INSTANCE_TYPES
+from raymill.common.cluster_file import PINS
+from raymill.emulator.waiting import wait_for
+from raymill.instance_types import INSTANCE_TYPES
 
 ONE_CPU = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(lambda: 1).remote()))"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 # The only lines with Jinja. JSON escapes quotes and newlines, so the raw strings are valid Python for all answers.
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
-REGIONS = dict(json.loads(r"""{{ regions | tojson }}"""))  # by instance type; see jinja_extensions.py
+REGIONS = dict(json.loads(r"""{{ regions | tojson }}"""))  # by instance type; see template_extensions.py
 SETTINGS = json.loads(
     r"""{{ template_settings | tojson }}"""
 )  # such as versions, from this template's cookiecutter.json

@@ -35,7 +35,7 @@ mkdir -p "$folder/bin" && cat "$PYTHON_STUB" > "$folder/bin/python" && chmod +x 
 PYTHON = """\
 #!/bin/sh
 echo "python=$0 uv=$UV pythons=${UV_PYTHON_INSTALL_DIR:-} cache=${XDG_CACHE_HOME:-}" >&2
-if [ "$2" = cluster.environment ]; then
+if [ "$2" = raymill.environment ]; then
     echo stamp > "${0%/bin/python}/installed-pins"
     exit
 fi

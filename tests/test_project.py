@@ -92,7 +92,7 @@ def test_the_answers_are_in_the_project_files(made: tuple[Path, dict[str, str]])
 def test_the_workers_fit_on_the_instances(made: tuple[Path, dict[str, str]]) -> None:
     project, answers = made
     settings = tomllib.loads((project / "settings.toml").read_text(encoding="utf-8"))["cluster"]
-    table = runpy.run_path(str(project / "instance_types.py"))["INSTANCE_TYPES"]
+    table = runpy.run_path(str(project / "raymill" / "instance_types.py"))["INSTANCE_TYPES"]
     instance = table[answers.get("instance_type", "p4d.24xlarge")]
     expected = 2 if instance.gpus == 1 else 8  # a power of two, so that the global batch splits evenly
     for section in ("train", "evaluate", "embed", "generate"):

@@ -11,7 +11,7 @@ import pytest
 
 import bake
 
-UPGRADE = "from cluster import upgrade; upgrade.upgrade()"
+UPGRADE = "from raymill import upgrade; upgrade.upgrade()"
 OWN_SETTING = "# my own line\n"
 NEW_ENTRY = "- The new version has this entry,\n  which has two lines."
 
@@ -76,7 +76,7 @@ def old(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     """Return a project, made by cruft, whose template now has a newer version. Tests must not change the project."""
     folder = tmp_path_factory.mktemp("old")
     template, home = Path(shutil.copytree(repository, folder / "template")), Home(folder / "home")
-    text = (bake.PROJECT / "cluster" / "upgrade.py").read_text(encoding="utf-8")
+    text = (bake.PROJECT / "raymill" / "upgrade.py").read_text(encoding="utf-8")
     cruft = next(line for line in text.splitlines() if line.startswith("CRUFT = ")).split('"')[1]
     tool = [os.environ.get("UV", "uv"), "tool", "run", "--python", sys.executable, "--from", cruft]
     done = home.run(*tool, "cruft", "create", "--no-input", template, folder=folder)
@@ -86,7 +86,7 @@ def old(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     _replace(files / "settings.toml", "precision = ", "# the new version's comment\nprecision = ")
     (files / "jobs" / "new_job.py").write_text("NEW = True\n")
     (files / "jobs" / "generate.py").unlink()
-    _replace(files / "instance_types.py", '"us-east-1"', '"us-east-9"')
+    _replace(files / "raymill" / "instance_types.py", '"us-east-1"', '"us-east-9"')
     _replace(template / "CHANGELOG.md", "### Added\n", f"### Added\n{NEW_ENTRY}\n")
     home.commit(template, "The new version")
     return folder / "my-llm"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from cluster.aws import launcher_file, prepare
-from cluster.common import cluster_file
+from raymill import settings
+from raymill.aws import launcher_file, prepare
+from raymill.common import cluster_file
 from tests.emulator.emulated_account import EmulatedAccount, serve
 
 # a shell may start these tests with both signals ignored, and child processes would inherit that

@@ -16,13 +16,13 @@ from moto.cloudformation.models import Stack, cloudformation_backends
 from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from cluster.aws import launcher_file
-from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import moto_instances, stack_resources
-from cluster.emulator.api import Api
-from cluster.emulator.consistency import Consistency
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill.aws import launcher_file
+from raymill.common import cluster_file
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator import moto_instances, stack_resources
+from raymill.emulator.api import Api
+from raymill.emulator.consistency import Consistency
+from raymill.emulator.moto_instances import ACCOUNT
 
 SERVICES = ("acm", "budgets", "cloudformation", "ec2", "elbv2", "iam", "lambda", "s3", "scheduler", "secretsmanager")
 

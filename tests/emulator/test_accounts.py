@@ -6,10 +6,10 @@ import boto3
 import pytest
 from moto import mock_aws
 
-from cluster.emulator import iam, moto_instances, permissions, stubs
-from cluster.emulator.consistency import Consistency
-from cluster.emulator.moto_instances import ACCOUNT, IMAGE, OTHER_ACCOUNT
-from cluster.emulator.reservations import Reservations
+from raymill.emulator import iam, moto_instances, permissions, stubs
+from raymill.emulator.consistency import Consistency
+from raymill.emulator.moto_instances import ACCOUNT, IMAGE, OTHER_ACCOUNT
+from raymill.emulator.reservations import Reservations
 
 FIELDS: dict[str, Any] = {"zone": "us-east-1b", "instance_type": "p4d.24xlarge", "count": 2}
 

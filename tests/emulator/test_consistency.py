@@ -10,14 +10,14 @@ from botocore.exceptions import ClientError
 from moto.iam.models import iam_backends
 from werkzeug.serving import make_server
 
-from cluster.aws import secrets_manager
-from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import api, consistency, iam
-from pipeline import output_lease
-from pipeline.output_lease import Holder
-from pipeline.serving.keys import OWNER_SECRET
-from settings import UserError
+from raymill import output_lease
+from raymill.aws import secrets_manager
+from raymill.common import cluster_file
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator import api, consistency, iam
+from raymill.output_lease import Holder
+from raymill.serving.keys import OWNER_SECRET
+from raymill.settings import UserError
 
 
 class Clock:

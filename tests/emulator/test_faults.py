@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import faults
-import settings
-from cluster.emulator import sandbox
 from faults.catalog import FAULTS, Fault
+from raymill import settings
+from raymill.emulator import sandbox
 
 MIN_LETTERS = 8  # a shorter phrase could match by chance
 VALUES = re.compile(r"[\w.']*\d[\w./']*|\b(?:spot|rehearsal|autoscaler)\b")
@@ -70,7 +70,7 @@ def test_the_code_prints_what_the_fault_tests_look_for(phrase: str) -> None:
 
 @cache
 def printed_texts() -> list[str]:
-    """Return all string literals in cluster/, jobs/ and pipeline/."""
-    folders = [settings.PROJECT / name for name in ("cluster", "jobs", "pipeline")]
+    """Return all string literals in jobs/ and raymill/."""
+    folders = [settings.PROJECT / name for name in ("jobs", "raymill")]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     return [text for file in files for text in constants(ast.parse(file.read_text(encoding="utf-8")))]

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from cluster.emulator import sandbox
+from raymill import settings
+from raymill.emulator import sandbox
 
 pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 IN_CLOUD = (
-    "from cluster.emulator import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'; "
+    "from raymill.emulator import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'; "
     "sandbox.run_in_fresh_cloud('tests_of_a_host')"
 )
 SCRIPT = """
 import json, subprocess, time, urllib.request
 import boto3
-from cluster.emulator import moto_instances, scenario
-from cluster.node import gpu_check
+from raymill.emulator import moto_instances, scenario
+from raymill.node import gpu_check
 
 ec2 = boto3.client("ec2")
 key = "/tmp/key.pem"

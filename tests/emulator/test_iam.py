@@ -12,8 +12,8 @@ from botocore.credentials import Credentials
 from moto import mock_aws
 from moto.iam.models import iam_backends
 
-from cluster.emulator import iam, permissions
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill.emulator import iam, permissions
+from raymill.emulator.moto_instances import ACCOUNT
 
 BUCKET = "arn:aws:s3:::bucket"
 TAGGED = {

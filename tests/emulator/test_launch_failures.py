@@ -9,11 +9,11 @@ from moto import mock_aws
 from moto.ec2.models import ec2_backends
 from moto.kms.models import kms_backends
 
-import settings
-from cluster.aws import stack
-from cluster.emulator import iam, moto_instances
-from cluster.emulator.launch_failures import MANAGED_KEY, LaunchFailures, disk_key
-from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
+from raymill import settings
+from raymill.aws import stack
+from raymill.emulator import iam, moto_instances
+from raymill.emulator.launch_failures import MANAGED_KEY, LaunchFailures, disk_key
+from raymill.emulator.moto_instances import ACCOUNT, MotoInstance
 
 REGION = "us-east-1"
 

@@ -7,8 +7,8 @@ import pytest
 from moto import mock_aws
 from moto.ec2.models import ec2_backends
 
-from cluster.emulator import iam, launch_rules
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill.emulator import iam, launch_rules
+from raymill.emulator.moto_instances import ACCOUNT
 
 REGION = "us-east-1"
 

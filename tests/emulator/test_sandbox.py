@@ -12,19 +12,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-import settings
-from cluster import environment
-from cluster.common import cluster_file
-from cluster.emulator import packages, sandbox
+from raymill import environment, settings
+from raymill.common import cluster_file
+from raymill.emulator import packages, sandbox
 
 pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 TIMEOUT_S = 10
 DNS_TIMEOUT_S = 5  # glibc's default, before it tries again
 WITHOUT_PACKAGES = (
-    "from cluster.emulator import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'"
+    "from raymill.emulator import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'"
 )
 IN_CLOUD = f"{WITHOUT_PACKAGES}; sandbox.run_in_fresh_cloud('http.server')"
-FILL_CACHE = "from cluster.emulator import packages; packages.fill_cache()"
+FILL_CACHE = "from raymill.emulator import packages; packages.fill_cache()"
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:

@@ -10,8 +10,8 @@ import pytest
 from moto import mock_aws
 from moto.iam.models import iam_backends
 
-from cluster.emulator import iam, schedules
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill.emulator import iam, schedules
+from raymill.emulator.moto_instances import ACCOUNT
 
 FUNCTION = f"arn:aws:lambda:us-east-1:{ACCOUNT}:function:guard"
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from moto.iam.models import iam_backends
 
-import settings
-from cluster.aws import guard, load_balancer, prepare, secrets_manager, stack
-from cluster.aws.doctor import checks, permissions
-from cluster.aws.target import Aws
-from cluster.emulator import iam, registry, stack_updates
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill import settings
+from raymill.aws import guard, load_balancer, prepare, secrets_manager, stack
+from raymill.aws.doctor import checks, permissions
+from raymill.aws.target import Aws
+from raymill.emulator import iam, registry, stack_updates
+from raymill.emulator.moto_instances import ACCOUNT
 from tests.emulator.emulated_account import EmulatedAccount
 
 BOUNDARY = f"arn:aws:iam::{ACCOUNT}:policy/limits"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from moto import mock_aws
 
-from cluster.aws import stack, vpc, zones
-from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import iam, stack_resources, stack_updates
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill.aws import stack, vpc, zones
+from raymill.common import cluster_file
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator import iam, stack_resources, stack_updates
+from raymill.emulator.moto_instances import ACCOUNT
 
 CARDS = 4
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from moto.cloudformation.models import cloudformation_backends
 
-import settings
-from cluster.aws import guard, key_pair, prepare, stack, teardown, vpc
-from cluster.aws.target import Aws
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill import settings
+from raymill.aws import guard, key_pair, prepare, stack, teardown, vpc
+from raymill.aws.target import Aws
+from raymill.emulator.moto_instances import ACCOUNT
 from tests.emulator.emulated_account import EmulatedAccount
 
 DURATION_S = 0.5

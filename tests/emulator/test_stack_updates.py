@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-import settings
-from cluster.aws import launcher_file, prepare, stack, teardown
-from cluster.aws.target import Aws
-from cluster.common import instances
-from cluster.emulator import registry, stack_resources, stack_updates
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill import settings
+from raymill.aws import launcher_file, prepare, stack, teardown
+from raymill.aws.target import Aws
+from raymill.common import instances
+from raymill.emulator import registry, stack_resources, stack_updates
+from raymill.emulator.moto_instances import ACCOUNT
 from tests.emulator.emulated_account import EmulatedAccount
 
 NETWORK, BUDGET, CAPACITY, IAM = "cluster.network", "cluster.budget", "cluster.capacity", "cluster.iam"

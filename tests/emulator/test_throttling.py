@@ -20,8 +20,8 @@ from botocore.retries import bucket
 from ray.autoscaler._private import constants
 from ray.autoscaler._private.aws import node_provider, utils
 
-import settings
-from cluster.emulator import iam, throttling
+from raymill import settings
+from raymill.emulator import iam, throttling
 
 SPEED = 8
 INSTANCES = 64

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-import settings
-from cluster.emulator import waiting
+from raymill import settings
+from raymill.emulator import waiting
 
 
 def test_a_machine_three_times_slower_gets_three_times_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

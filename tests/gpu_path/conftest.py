@@ -12,9 +12,8 @@ import pytest
 from published_models import MODELS
 from transformers import PreTrainedConfig
 
-import settings
-from cluster import fit
-from instance_types import INSTANCE_TYPES
+from raymill import fit, settings
+from raymill.instance_types import INSTANCE_TYPES
 
 Run = Callable[..., str]
 """Runs Python code with the packages of the nodes on a fake A100 with `mib` MiB. Returns what the code prints."""

@@ -47,7 +47,7 @@ print(json.dumps(seen))
 
 REFUSED = """
 import torch
-from pipeline.training import cuda_allocator
+from raymill.training import cuda_allocator
 
 cuda_allocator.use_expandable_segments(torch.device("cuda"))
 print(torch.empty(30 << 30, dtype=torch.uint8, device="cuda").numel())

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from published_models import MODELS
 
-from cluster import fit
-from cluster.planner import memory
-from cluster.planner.memory import GIB, METHODS, Method, Training
-from cluster.planner.shape import shape_of
-from instance_types import INSTANCE_TYPES
+from raymill import fit
+from raymill.instance_types import INSTANCE_TYPES
+from raymill.planner import memory
+from raymill.planner.memory import GIB, METHODS, Method, Training
+from raymill.planner.shape import shape_of
 
 MEASURED = [method for method in METHODS if not method.offload_optimizer]
 CORE = ("Qwen3-8B",)

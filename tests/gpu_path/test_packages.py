@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster import job_scripts
+from raymill import job_scripts
 from tests.gpu_path.conftest import Run
 
 EXTENSIONS = (

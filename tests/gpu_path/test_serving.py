@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 from published_models import MODELS
 
-from cluster.planner import serving
-from cluster.planner.shape import shape_of
+from raymill.planner import serving
+from raymill.planner.shape import shape_of
 from tests.gpu_path.conftest import Run
 
 ENGINE = """
@@ -14,9 +14,9 @@ import os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "PROFILE": "cluster"}
 from vllm import LLM
-import settings
-from pipeline.serving import app
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.serving import app
+from raymill.serving.options import ServeOptions
 
 options = settings.load(ServeOptions, "serve").model_copy(update={"enforce_eager": sys.argv[2] == "eager"})
 engine = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, **app.engine_args(options)).llm_engine

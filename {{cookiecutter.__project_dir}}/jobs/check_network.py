@@ -1,12 +1,12 @@
 """Measures the bandwidth between the workers before an expensive training run, and shows whether they use EFA."""
 
-from pipeline.ray_support import cli
-from pipeline.training.options import NetworkOptions
+from raymill.ray_support import cli
+from raymill.training.options import NetworkOptions
 
 if __name__ == "__main__":
     cli.parse(NetworkOptions, "train")  # before the slow imports below
 
-from pipeline.ray_support import capacity, network_check
+from raymill.ray_support import capacity, network_check
 
 
 def main(options: NetworkOptions) -> None:

@@ -4,19 +4,19 @@ A hash of the text shows whether a document has changed. Documents that are gone
 index.
 """
 
-from pipeline.rag.options import EmbedOptions
-from pipeline.ray_support import cli
+from raymill.rag.options import EmbedOptions
+from raymill.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(EmbedOptions, "embed")  # before the imports below, which take seconds
 
-import settings
-from pipeline.rag import documents, embedding, hit_rate, index, pipeline
-from pipeline.rag.chunking import Chunker
-from pipeline.rag.embedder import EmbeddingModelInfo
-from pipeline.rag.hit_rate import Question
-from pipeline.ray_support import capacity, job_lease, model_cache
-from settings import UserError, inv
+from raymill import settings
+from raymill.rag import documents, embedding, hit_rate, index, pipeline
+from raymill.rag.chunking import Chunker
+from raymill.rag.embedder import EmbeddingModelInfo
+from raymill.rag.hit_rate import Question
+from raymill.ray_support import capacity, job_lease, model_cache
+from raymill.settings import UserError, inv
 
 
 def main(options: EmbedOptions) -> None:

@@ -1,17 +1,17 @@
 """Measures loss, perplexity, exact match, and how many generated answers end with a stop token, on held-out rows."""
 
-from pipeline.evaluation.options import EvaluateOptions
-from pipeline.ray_support import cli
+from raymill.evaluation.options import EvaluateOptions
+from raymill.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(EvaluateOptions, "evaluate")  # before the imports below, which take seconds
 
-import settings
-from pipeline.evaluation import candidates, evaluation, results
-from pipeline.evaluation.candidates import Candidate
-from pipeline.ray_support import capacity
-from pipeline.training.dataset import PackedRows, read_manifest
-from settings import UserError
+from raymill import settings
+from raymill.evaluation import candidates, evaluation, results
+from raymill.evaluation.candidates import Candidate
+from raymill.ray_support import capacity
+from raymill.settings import UserError
+from raymill.training.dataset import PackedRows, read_manifest
 
 
 def main(options: EvaluateOptions) -> None:

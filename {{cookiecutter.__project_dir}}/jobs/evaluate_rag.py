@@ -1,18 +1,18 @@
 """Ask the running `serve_rag` questions, and measure its sources, its citations and its answers."""
 
-from pipeline.rag.options import EvaluateRagOptions
-from pipeline.ray_support import cli
+from raymill.rag.options import EvaluateRagOptions
+from raymill.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(EvaluateRagOptions, "evaluate_rag")  # before the imports below, which take seconds
 
 import asyncio
 
-import settings
-from pipeline.rag import deployment, evaluation, hit_rate
-from pipeline.rag.evaluation import Question
-from pipeline.serving import preflight
-from settings import UserError
+from raymill import settings
+from raymill.rag import deployment, evaluation, hit_rate
+from raymill.rag.evaluation import Question
+from raymill.serving import preflight
+from raymill.settings import UserError
 
 
 def main(options: EvaluateRagOptions) -> None:

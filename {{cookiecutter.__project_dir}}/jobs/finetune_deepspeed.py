@@ -1,13 +1,13 @@
 """Fine-tunes a language model, with its training state sharded over the workers by DeepSpeed's ZeRO."""
 
-from pipeline.ray_support import cli
-from pipeline.training.options import DeepSpeedOptions
+from raymill.ray_support import cli
+from raymill.training.options import DeepSpeedOptions
 
 if __name__ == "__main__":
     cli.parse(DeepSpeedOptions, "train", "deepspeed")  # before the slow imports below
 
-from pipeline.training import launch
-from pipeline.training.deepspeed_zero import ZeRO
+from raymill.training import launch
+from raymill.training.deepspeed_zero import ZeRO
 
 
 def main(options: DeepSpeedOptions) -> None:

@@ -1,13 +1,13 @@
 """Fine-tunes a language model that PyTorch's FSDP2 shards over the workers."""
 
-from pipeline.ray_support import cli
-from pipeline.training.options import FSDPOptions
+from raymill.ray_support import cli
+from raymill.training.options import FSDPOptions
 
 if __name__ == "__main__":
     cli.parse(FSDPOptions, "train", "fsdp")  # before the slow imports below
 
-from pipeline.training import launch
-from pipeline.training.fsdp import FSDP
+from raymill.training import launch
+from raymill.training.fsdp import FSDP
 
 
 def main(options: FSDPOptions) -> None:

@@ -3,20 +3,20 @@
 Each run answers only the rows that are new or have changed since an earlier run.
 """
 
-from pipeline.generation.options import GenerateOptions
-from pipeline.ray_support import cli
+from raymill.generation.options import GenerateOptions
+from raymill.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(GenerateOptions, "generate")  # before the imports below, which take seconds
 
-import settings
-from pipeline.data import row_sources
-from pipeline.generation import generation
-from pipeline.generation.answer_folder import AnswerFolder
-from pipeline.generation.prompts import PromptTokenizer
-from pipeline.ray_support import capacity, job_lease
-from pipeline.serving import preflight
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.data import row_sources
+from raymill.generation import generation
+from raymill.generation.answer_folder import AnswerFolder
+from raymill.generation.prompts import PromptTokenizer
+from raymill.ray_support import capacity, job_lease
+from raymill.serving import preflight
+from raymill.serving.options import ServeOptions
 
 
 def main(options: GenerateOptions) -> None:

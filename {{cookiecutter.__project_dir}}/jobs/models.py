@@ -8,13 +8,13 @@ inv models -- --end NAME              stops an additional model, or `rag`
 inv models -- --end-all --drain 600   stops everything; running answers get up to 600 s (default: 20)
 """
 
-from pipeline.ray_support import cli
-from pipeline.serving.options import ModelsOptions
+from raymill.ray_support import cli
+from raymill.serving.options import ModelsOptions
 
 if __name__ == "__main__":
     cli.parse(ModelsOptions)  # before the imports below, which take seconds
 
-from pipeline.serving import served_models
+from raymill.serving import served_models
 
 
 def main(options: ModelsOptions) -> None:

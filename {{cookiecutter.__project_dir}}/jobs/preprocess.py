@@ -5,16 +5,16 @@ position there.
 The result depends only on the input and the settings, not on workers, blocks or timing.
 """
 
-from pipeline.data.options import PreprocessOptions
-from pipeline.ray_support import cli
+from raymill.data.options import PreprocessOptions
+from raymill.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(PreprocessOptions, "preprocess")  # before the imports below, which take seconds
 
-from pipeline.data import manifest, preprocessing, preview, row_sources
-from pipeline.data.packed_folder import PackedFolder
-from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.ray_support import capacity, job_lease
+from raymill.data import manifest, preprocessing, preview, row_sources
+from raymill.data.packed_folder import PackedFolder
+from raymill.data.tokenization import DocumentTokenizer
+from raymill.ray_support import capacity, job_lease
 
 
 def main(options: PreprocessOptions) -> None:

@@ -3,21 +3,21 @@
 The result is a folder that serve_llm and vLLM load without further settings.
 """
 
-from pipeline.quantization.options import QuantizeOptions
-from pipeline.ray_support import cli
+from raymill.quantization.options import QuantizeOptions
+from raymill.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(QuantizeOptions, "quantize")  # before the imports below, which take seconds
 
 import time
 
-import settings
-from pipeline.model_config import other_parts
-from pipeline.quantization import quantization
-from pipeline.ray_support import capacity, job_lease, model_cache
-from pipeline.training import preflight, weights_check
-from pipeline.training.dataset import PackedRows, read_manifest
-from settings import UserError, inv
+from raymill import settings
+from raymill.model_config import other_parts
+from raymill.quantization import quantization
+from raymill.ray_support import capacity, job_lease, model_cache
+from raymill.settings import UserError, inv
+from raymill.training import preflight, weights_check
+from raymill.training.dataset import PackedRows, read_manifest
 
 
 def main(options: QuantizeOptions) -> None:

@@ -4,16 +4,16 @@ python -m jobs.serve_llm            serves the model in [serve] of settings.toml
 python -m jobs.serve_llm --help     explains every option
 """
 
-from pipeline.ray_support import cli
-from pipeline.serving.options import ServeOptions
+from raymill.ray_support import cli
+from raymill.serving.options import ServeOptions
 
 if __name__ == "__main__":
     cli.parse(ServeOptions, "serve")  # before the imports below, which take seconds
 
 import os
 
-from pipeline.serving import lifecycle, preflight
-from settings import inv
+from raymill.serving import lifecycle, preflight
+from raymill.settings import inv
 
 
 def main(options: ServeOptions) -> None:

@@ -3,17 +3,17 @@
 The app has the same address, keys and limits as the model of `serve_llm`, and can ask that model for the answers.
 """
 
-from pipeline.rag.options import RagOptions
-from pipeline.ray_support import cli
+from raymill.rag.options import RagOptions
+from raymill.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(RagOptions, "rag")  # before the imports below, which take seconds
 
 import os
 
-from pipeline.rag import deployment
-from pipeline.serving import lifecycle, preflight
-from pipeline.serving.options import RAG_APP
+from raymill.rag import deployment
+from raymill.serving import lifecycle, preflight
+from raymill.serving.options import RAG_APP
 
 
 def main(options: RagOptions) -> None:

@@ -1,11 +1,11 @@
 """Trains an image classifier, as an example of how to run your own PyTorch loop on many workers.
 
 `train` is a plain PyTorch loop. Comments that start with "many:" mark what a script for one GPU would not need.
-To train your own model, replace `make_model` and `draw_digits`, which are in pipeline/training/digits.py.
+To train your own model, replace `make_model` and `draw_digits`, which are in raymill/training/digits.py.
 """
 
-from pipeline.ray_support import cli
-from pipeline.training.options import ClassifierOptions
+from raymill.ray_support import cli
+from raymill.training.options import ClassifierOptions
 
 if __name__ == "__main__":
     cli.parse(ClassifierOptions, "train", "classifier")  # before the slow imports below
@@ -23,12 +23,12 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_data_
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import settings
-from pipeline.ray_support import capacity, gang, job_lease, ray_logging
-from pipeline.training import transport
-from pipeline.training.checkpoint_check import is_damaged
-from pipeline.training.collectives import total
-from pipeline.training.digits import count_correct, draw_digits, make_model
+from raymill import settings
+from raymill.ray_support import capacity, gang, job_lease, ray_logging
+from raymill.training import transport
+from raymill.training.checkpoint_check import is_damaged
+from raymill.training.collectives import total
+from raymill.training.digits import count_correct, draw_digits, make_model
 
 STATE = "state.pt"
 

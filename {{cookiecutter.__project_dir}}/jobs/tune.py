@@ -1,17 +1,17 @@
 """Searches for the best fine-tuning settings with short runs. Ray Tune stops unpromising runs early (with ASHA)."""
 
-from pipeline.ray_support import cli
-from pipeline.tuning.options import TuneOptions
+from raymill.ray_support import cli
+from raymill.tuning.options import TuneOptions
 
 if __name__ == "__main__":
     cli.parse(TuneOptions, "train", "tune")  # before the slow imports below
 
 from rich.console import Console
 
-import settings
-from pipeline.ray_support import job_lease
-from pipeline.training import preflight
-from pipeline.tuning import search, trials
+from raymill import settings
+from raymill.ray_support import job_lease
+from raymill.training import preflight
+from raymill.tuning import search, trials
 
 CONSOLE = Console(highlight=False, width=120)
 

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipeline.training import composite
+from raymill.training import composite
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,

@@ -18,15 +18,14 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # without it, workers would g
 os.environ |= {"RAY_worker_niceness": "0"}  # Ray's default is 15; another test that computes would starve Serve
 os.environ |= {"RAY_metrics_report_interval_ms": "2000"}  # Ray's default is 10 s, and a test would wait that long
 os.environ["HF_HUB_OFFLINE"] = "1"
-from pipeline.serving import haproxy
+from raymill.serving import haproxy
 
 os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variables; ray_session sets the real folder
 
-import settings
-from cluster import environment, network
-from cluster.aws import identity
-from cluster.network import free_ports
-from demo import assets as demo_assets
+from raymill import environment, network, settings
+from raymill.aws import identity
+from raymill.demo import assets as demo_assets
+from raymill.network import free_ports
 
 # a shell may start these tests with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -108,7 +107,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[N
     """Start one Ray instance with its own temp folder and secrets for all tests that need one."""
     import ray
 
-    from pipeline.ray_support.private import core
+    from raymill.ray_support.private import core
 
     temp = tempfile.mkdtemp(prefix="ray-test-")  # short, because a socket path may have at most 107 bytes
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"

@@ -1,4 +1,4 @@
-"""The metrics that the boards in cluster/dashboards/ show, and those that Ray exports."""
+"""The metrics that the boards in raymill/dashboards/ show, and those that Ray exports."""
 
 import json
 import re
@@ -6,12 +6,12 @@ import re
 import ray
 import requests
 
-import settings
+from raymill import settings
 
 
 def shown(board: str) -> set[str]:
     """Return the names of the metrics in a board."""
-    content = json.loads((settings.PROJECT / "cluster" / "dashboards" / f"{board}.json").read_text(encoding="utf-8"))
+    content = json.loads((settings.PROJECT / "raymill" / "dashboards" / f"{board}.json").read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in content["panels"] for target in panel["targets"]]
     return {name for query in queries for name in re.findall(r"\bray_\w+", re.sub(r"by \(.*?\)", "", query))}
 

@@ -5,10 +5,19 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import settings
-from cluster.aws import source_hash
+from raymill import settings
+from raymill.aws import source_hash
 
-FOLDERS = ("jobs", "pipeline", "cluster", "demo", "tests")
+FOLDERS = ("jobs", "raymill", "tests")
+OF_JOBS = tuple(
+    f"raymill.{name}"
+    for name in (
+        *("data", "training", "tuning", "evaluation", "generation", "quantization", "serving", "rag", "ray_support"),
+        *("model_config", "output_lease"),
+    )
+)
+"""What jobs use of the library, and verbs too."""
+OF_ALL = tuple(f"raymill.{name}" for name in ("settings", "sections", "instance_types", "printable", "state_files"))
 
 Graph = Mapping[str, set[str]]
 """Maps each module to its imports: modules of this project, and dotted names from other packages."""

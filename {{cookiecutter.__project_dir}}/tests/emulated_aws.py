@@ -15,17 +15,17 @@ from moto.backends import get_backend
 from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-import settings
-from cluster.aws import capacity_blocks, launcher_file, prepare, teardown
-from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import moto_instances
-from cluster.emulator.api import Api
-from cluster.emulator.consistency import Consistency
-from cluster.emulator.moto_instances import ACCOUNT, IMAGE
-from cluster.emulator.reservations import Reservations
-from cluster.emulator.throttling import Throttle
-from cluster.target import WantedBlock
+from raymill import settings
+from raymill.aws import capacity_blocks, launcher_file, prepare, teardown
+from raymill.common import cluster_file
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator import moto_instances
+from raymill.emulator.api import Api
+from raymill.emulator.consistency import Consistency
+from raymill.emulator.moto_instances import ACCOUNT, IMAGE
+from raymill.emulator.reservations import Reservations
+from raymill.emulator.throttling import Throttle
+from raymill.target import WantedBlock
 
 DEFAULTS = {
     r'region: ".*"': 'region: "us-east-1"',

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pipeline.data.packing import pack
-from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.data.tokenizer import padding_id, tokenizer_hash
+from raymill.data.packing import pack
+from raymill.data.tokenization import DocumentTokenizer
+from raymill.data.tokenizer import padding_id, tokenizer_hash
 
 
 def write_model(folder: Path, assets: Path, seed: int = 0, **config: float) -> Path:

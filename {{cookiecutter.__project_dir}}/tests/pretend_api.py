@@ -18,10 +18,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pipeline.serving.api_middleware import ApiMiddleware
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.page import ChatPage
-from pipeline.serving.rate_limits import RequestLimits
+from raymill.serving.api_middleware import ApiMiddleware
+from raymill.serving.keys import ApiKeys
+from raymill.serving.page import ChatPage
+from raymill.serving.rate_limits import RequestLimits
 
 KEY = "the-key-of-the-fake-api"
 MODELS = ("small", "large")

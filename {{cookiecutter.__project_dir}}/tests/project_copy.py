@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import requests
 
-import settings
+from raymill import settings
 
-# Skipped only at the top level. For example, pipeline/data is copied.
+# Skipped only at the top level. For example, raymill/data is copied.
 NOT_COPIED = (".venv", ".cluster", ".env", ".git", "data", "models", "runs", "results")
 
 

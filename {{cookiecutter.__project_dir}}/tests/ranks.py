@@ -1,11 +1,25 @@
-"""Runtimes for one process and for the ranks of a gloo group, with only the part of `Runtime` that strategies use."""
+"""Starts the ranks of a gloo group, and has runtimes for them, with only the part of `Runtime` that strategies use."""
 
+import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # `import deepspeed` reads this variable
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Forks each process from one that has already imported what ranks need, which takes seconds."""
+PROCESSES.set_forkserver_preload(["raymill.training.runtimes.torchrun", "raymill.training.fsdp", "deepspeed"])
+
+
+def run(function: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """Run `function(rank, *arguments)` in `count` processes. Raises an exception if it fails in one of them."""
+    start_processes(function, arguments, count, start_method="forkserver")
 
 
 class Alone:

@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import settings
+from raymill import settings
 
 SIZES = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 """Sizes that vLLM's kernels for CPUs accept."""
 LOGPROBS = """
 import json, sys
 from vllm import LLM, SamplingParams
-from pipeline.serving import model_corrections
+from raymill.serving import model_corrections
 folder, arguments, ids = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 arguments |= {"enforce_eager": True, "max_model_len": len(ids) + 1, "max_num_seqs": 1, "kv_cache_memory_bytes": 2**26}
 engine = LLM(folder, skip_tokenizer_init=True, **arguments, **model_corrections.arguments({}))

@@ -6,7 +6,7 @@ from typing import Any
 from invoke import Collection
 from invoke.parser import Parser
 
-from cluster import command_line
+from raymill import command_line
 
 
 def parsed(tasks: ModuleType, words: list[str]) -> dict[str, Any]:

@@ -23,12 +23,11 @@ from project_copy import Project, copy_project, processes, read_until
 from ray.dashboard.modules.version import CURRENT_VERSION
 from ray.job_submission import JobDetails
 
-import settings
-from cluster import job_client, network, status, submission
-from cluster.job_client import Unreachable
-from cluster.local import crash_reason, head, state
-from cluster.local import target as local_target
-from cluster.target import Connection
+from raymill import job_client, network, settings, status, submission
+from raymill.job_client import Unreachable
+from raymill.local import crash_reason, head, state
+from raymill.local import target as local_target
+from raymill.target import Connection
 
 PROBE = '''
 """A job for the tests: prints a line, then keeps running."""

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import settings
-from demo import assets as demo_assets
-from demo import play
 from jobs import preprocess
-from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import SingleProcess
-from pipeline.training.strategies import DDP
-from pipeline.training.trainer import train
+from raymill import settings
+from raymill.demo import assets as demo_assets
+from raymill.demo import play
+from raymill.training.options import DDPOptions
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.strategies import DDP
+from raymill.training.trainer import train
 
 
 @pytest.mark.nightly  # because each takes a minute; `inv demo` itself checks that the answers are right

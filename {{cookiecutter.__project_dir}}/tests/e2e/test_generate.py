@@ -26,14 +26,14 @@ import torch
 from processes import children
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import settings
-from demo import assets as demo_assets
 from jobs import generate
-from pipeline.generation import crash_tracker, generation, tracked_engine, vllm_stage
-from pipeline.generation.options import GenerateOptions
-from pipeline.ray_support import ray_data
-from pipeline.serving import app
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.demo import assets as demo_assets
+from raymill.generation import crash_tracker, generation, tracked_engine, vllm_stage
+from raymill.generation.options import GenerateOptions
+from raymill.ray_support import ray_data
+from raymill.serving import app
+from raymill.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
@@ -100,7 +100,7 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
     killed = {row["id"] for row in read(options)}
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(output):
-        patched.setattr("pipeline.ray_support.progress.PROGRESS_INTERVAL_S", 0.5)
+        patched.setattr("raymill.ray_support.progress.PROGRESS_INTERVAL_S", 0.5)
         # small batches, so that the first file is written long before the engine has answered all rows
         patched.setattr(vllm_stage, "BATCH_ROWS", options.rows_per_file)
         engine_killed_at = pool.submit(kill_the_engine, options)
@@ -261,7 +261,7 @@ def test_the_engine_has_the_servers_settings(monkeypatch: pytest.MonkeyPatch, op
     asked: dict[str, Any] = {}
     monkeypatch.setattr(ray.data.llm, "vLLMEngineProcessorConfig", lambda **words: asked.update(words))
     monkeypatch.setattr(ray.data.llm, "build_processor", lambda *_, **__: lambda rows: rows)
-    monkeypatch.setattr("pipeline.generation.tracked_engine.track", lambda *_: None)
+    monkeypatch.setattr("raymill.generation.tracked_engine.track", lambda *_: None)
     serving = settings.load(ServeOptions, "serve", profile="cluster").model_copy(
         update={"model": options.model, "tensor_parallel_size": 4}
     )

@@ -23,12 +23,12 @@ import requests
 from processes import open_to_others, read_all
 from project_copy import Project, copy_project, processes, read_until
 
-from cluster import prometheus
-from cluster.job_client import PROBE_JOB, Unreachable
-from cluster.local import head, state
-from cluster.local import processes as cluster_processes
-from cluster.local.target import Local
-from cluster.network import free_ports
+from raymill import prometheus
+from raymill.job_client import PROBE_JOB, Unreachable
+from raymill.local import head, state
+from raymill.local import processes as cluster_processes
+from raymill.local.target import Local
+from raymill.network import free_ports
 
 PROMETHEUS = f"http://127.0.0.1:{prometheus.PORT}/api/v1"
 CANARY = secrets.token_hex(16)  # random: this file is uploaded, so the search below would find a literal in it
@@ -36,8 +36,8 @@ PROBE = '''
 """A job for the tests: prints temporary folders and hashes of the secret, waits, then exits with the given code."""
 import contextlib, hashlib, os, pathlib, sys, tempfile, time
 import ray
-import settings
-from pipeline.ray_support import cli, job_lease
+from raymill import settings
+from raymill.ray_support import cli, job_lease
 
 def seen() -> str:
     return hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()

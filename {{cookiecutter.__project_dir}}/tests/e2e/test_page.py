@@ -9,7 +9,7 @@ import requests
 from playwright.sync_api import Browser, Page, Request, Route, expect
 from pretend_api import KEY, PretendApi, running, wait_until
 
-from pipeline.serving.page import FOLDER, HTML
+from raymill.serving.page import FOLDER, HTML
 
 MARKDOWN = """Use a **list comprehension**, see [the docs](https://docs.python.org/3/):
 

@@ -12,12 +12,12 @@ import packed_rows
 import pytest
 from pyarrow.fs import copy_files
 
-import settings
 from jobs import quantize
-from pipeline.quantization import quantization
-from pipeline.quantization.options import QuantizeOptions
-from pipeline.ray_support import model_cache
-from pipeline.training import storage
+from raymill import settings
+from raymill.quantization import quantization
+from raymill.quantization.options import QuantizeOptions
+from raymill.ray_support import model_cache
+from raymill.training import storage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 

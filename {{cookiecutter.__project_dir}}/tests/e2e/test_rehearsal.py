@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import settings
-from cluster.common import cluster_file
-from cluster.emulator import iam, sandbox
-from cluster.emulator.scenario import RECORD_FILE
+from raymill import settings
+from raymill.common import cluster_file
+from raymill.emulator import iam, sandbox
+from raymill.emulator.scenario import RECORD_FILE
 
 pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 HEAD, WORKER = "head", "worker"

@@ -50,23 +50,23 @@ from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import settings
-from cluster import bench, chat
-from cluster.emulator.waiting import slowdown, wait_for
-from demo import assets as demo_assets
-from instance_types import INSTANCE_TYPES
 from jobs import embed, generate, models
 from jobs.embed import EmbedOptions
 from jobs.generate import GenerateOptions
-from pipeline.rag import deployment, generator
-from pipeline.rag.index import ScoredChunk
-from pipeline.rag.options import RagOptions
-from pipeline.ray_support import gpu_section, job_secrets
-from pipeline.ray_support.private import serve as private_serve
-from pipeline.serving import adapters, canary, http_server, lifecycle, page, placement, preflight
-from pipeline.serving.access_log import PREFIX
-from pipeline.serving.keys import REFRESH_S, ApiKeys
-from pipeline.serving.options import ModelsOptions, ServeOptions
+from raymill import settings
+from raymill.clients import bench, chat
+from raymill.demo import assets as demo_assets
+from raymill.emulator.waiting import slowdown, wait_for
+from raymill.instance_types import INSTANCE_TYPES
+from raymill.rag import deployment, generator
+from raymill.rag.index import ScoredChunk
+from raymill.rag.options import RagOptions
+from raymill.ray_support import gpu_section, job_secrets
+from raymill.ray_support.private import serve as private_serve
+from raymill.serving import adapters, canary, http_server, lifecycle, page, placement, preflight
+from raymill.serving.access_log import PREFIX
+from raymill.serving.keys import REFRESH_S, ApiKeys
+from raymill.serving.options import ModelsOptions, ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
@@ -968,7 +968,7 @@ def test_a_wrong_key_gives_an_authentication_error(served: ServeOptions) -> None
 @pytest.mark.parametrize("enabled", [True, False])
 def test_prefix_routing_sets_the_router(served: ServeOptions, enabled: bool) -> None:
     """The router's choice of replicas is not tested, because that would need two engines."""
-    from pipeline.serving import app
+    from raymill.serving import app
 
     application = app.build(served.model_copy(update={"prefix_routing": enabled}), served.root)
     assert (application._ingress_request_router is not None) == enabled
@@ -1203,7 +1203,7 @@ def test_a_replica_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize(("model", "downloads"), [("s3://bucket/runs/monday/model", True), ("owner/name", False)])
 def test_hub_tokens_are_in_no_runtime_env(model: str, downloads: bool) -> None:
-    from pipeline.serving import app
+    from raymill.serving import app
 
     runtime_env = {"env_vars": {"HF_TOKEN": "secret", "PROFILE": "local"}}
     setup = app.NodeSetup(app.llm_config(options(model=model)), ctx_kwargs={"runtime_env": runtime_env})
@@ -1314,7 +1314,7 @@ def test_each_name_has_a_unique_path_and_application() -> None:
 
 
 def test_the_cluster_profile_requests_its_gpus() -> None:
-    from pipeline.serving import app
+    from raymill.serving import app
 
     section = settings.load(ServeOptions, "serve", profile="cluster")
     wide = section.model_copy(update={"tensor_parallel_size": 4, "pipeline_parallel_size": 2})
@@ -1324,7 +1324,7 @@ def test_the_cluster_profile_requests_its_gpus() -> None:
 
 
 def test_the_settings_about_keys_reach_the_replica() -> None:
-    from pipeline.serving import app
+    from raymill.serving import app
 
     changed = options(key_tokens_per_minute=7, share_prefix_cache=True)
     arguments = app.build(changed, changed.root)._bound_deployment.init_kwargs
@@ -1333,7 +1333,7 @@ def test_the_settings_about_keys_reach_the_replica() -> None:
 
 @pytest.mark.parametrize("name", INSTANCE_TYPES)
 def test_replicas_run_on_the_instance_type_for_serving(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.serving import app
+    from raymill.serving import app
 
     monkeypatch.setattr(gpu_section, "load", lambda: gpu_section.GpuSection(serve_instance_type=name))
     config = app.llm_config(settings.load(ServeOptions, "serve", profile="cluster"))
@@ -1364,7 +1364,7 @@ def test_the_autoscaler_starts_the_machines_that_a_model_needs(instances: int, m
     from ray.autoscaler.v2.utils import ResourceRequestUtil
     from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
-    from pipeline.serving import app
+    from raymill.serving import app
 
     section = gpu_section.GpuSection(serve_instance_type="p4d.24xlarge")
     monkeypatch.setattr(gpu_section, "load", lambda: section)
@@ -1397,7 +1397,7 @@ def test_the_autoscaler_starts_the_machines_that_a_model_needs(instances: int, m
 
 @pytest.mark.usefixtures("ray_session")
 def test_all_bundles_of_a_replica_are_in_one_zone() -> None:
-    from pipeline.serving import app
+    from raymill.serving import app
 
     served = settings.load(ServeOptions, "serve", profile="cluster")
     wide = served.model_copy(update={"tensor_parallel_size": 8, "pipeline_parallel_size": 2})
@@ -1416,7 +1416,7 @@ def test_the_zone_of_a_running_replica_is_known(served: ServeOptions) -> None:
 
 @pytest.mark.usefixtures("ray_session")
 def test_an_engine_without_gpus_says_so() -> None:
-    from pipeline.serving import app
+    from raymill.serving import app
 
     needs_gpus = app.llm_config(settings.load(ServeOptions, "serve", profile="cluster"))
     address = re.escape(ray.util.get_node_ip_address())

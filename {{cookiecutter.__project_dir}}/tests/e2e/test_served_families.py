@@ -8,8 +8,8 @@ import pytest
 import served
 import torch
 
-from pipeline.serving import app
-from pipeline.training import weight_files
+from raymill.serving import app
+from raymill.training import weight_files
 
 IDS = list(range(1, 31))
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}

@@ -12,8 +12,8 @@ import boto3
 import openai
 import pytest
 
-from cluster.network import free_ports
-from demo import assets as demo_assets
+from raymill.demo import assets as demo_assets
+from raymill.network import free_ports
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 

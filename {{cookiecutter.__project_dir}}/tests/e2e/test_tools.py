@@ -24,14 +24,14 @@ from rich.console import Console
 from tool_model import CITIES, CITY, GREETED, GREETING, KNOWS_NOT, REASONING
 from transformers import PreTrainedTokenizerFast
 
-import settings
-from cluster import lm_eval, network
-from pipeline.data.chat_template import ChatTemplate
-from pipeline.data.template_probes import FEATURES
-from pipeline.data.template_probes import TOOL as TOOL_PROBE
-from pipeline.ray_support import job_secrets
-from pipeline.serving import lifecycle, parsers, preflight, vllm_arguments
-from pipeline.serving.options import ServeOptions
+from raymill import network, settings
+from raymill.clients import lm_eval
+from raymill.data.chat_template import ChatTemplate
+from raymill.data.template_probes import FEATURES
+from raymill.data.template_probes import TOOL as TOOL_PROBE
+from raymill.ray_support import job_secrets
+from raymill.serving import lifecycle, parsers, preflight, vllm_arguments
+from raymill.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
@@ -372,7 +372,7 @@ def test_errors_have_anthropics_format(served: ServeOptions, claude: anthropic.A
 
 
 def test_the_stored_names_are_those_of_vllm() -> None:
-    """If vLLM was updated, run: python -m pipeline.serving.vllm_arguments"""
+    """If vLLM was updated, run: python -m raymill.serving.vllm_arguments"""
     assert vllm_arguments.installed() == vllm_arguments.stored()
 
 

@@ -8,15 +8,14 @@ import pytest
 import ranks
 import torch
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import settings
-from pipeline.training.dataset import Batch
-from pipeline.training.fsdp import FSDP
-from pipeline.training.options import DDPOptions, FSDPOptions
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP, Strategy
+from raymill import settings
+from raymill.training.dataset import Batch
+from raymill.training.fsdp import FSDP
+from raymill.training.options import DDPOptions, FSDPOptions
+from raymill.training.schedule import BatchPlan
+from raymill.training.strategies import DDP, Strategy
 
 RANKS = 2
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -26,7 +25,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what rank 0 observed."""
     folder = tmp_path_factory.mktemp("ranks")
-    spawn(_observe, (folder,), nprocs=RANKS)
+    ranks.run(_observe, (folder,), RANKS)
     return json.loads((folder / "seen.json").read_text())
 
 

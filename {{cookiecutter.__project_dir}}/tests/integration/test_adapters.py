@@ -17,14 +17,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import settings
-from pipeline.ray_support.private_folder import PrivateFolder
-from pipeline.serving.adapter_check import AdapterCheck
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.ray_support.private_folder import PrivateFolder
+from raymill.serving.adapter_check import AdapterCheck
+from raymill.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 if sys.platform == "linux":
-    from pipeline.serving import adapters, app
+    from raymill.serving import adapters, app
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MATRIX = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -198,7 +198,7 @@ def test_an_adapter_that_changes_while_it_is_copied_is_copied_again(
 
 
 def test_a_private_folder_is_deleted_by_the_next_process_and_not_before(tmp_path: Path) -> None:
-    code = "import os, sys; from pathlib import Path; from pipeline.ray_support.private_folder import PrivateFolder; "
+    code = "import os, sys; from pathlib import Path; from raymill.ray_support.private_folder import PrivateFolder; "
     code += "folder = PrivateFolder(Path(sys.argv[1])); print(folder.path, flush=True); sys.stdin.read(); os._exit(1)"
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import settings
-from pipeline.data import row_sources
-from pipeline.generation import generation, vllm_stage
-from pipeline.generation.answer_folder import ROW_HASH, AnswerFolder
-from pipeline.generation.options import GenerateOptions
-from pipeline.generation.prompts import PromptTokenizer
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.data import row_sources
+from raymill.generation import generation, vllm_stage
+from raymill.generation.answer_folder import ROW_HASH, AnswerFolder
+from raymill.generation.options import GenerateOptions
+from raymill.generation.prompts import PromptTokenizer
+from raymill.serving.options import ServeOptions
 
 
 def chat(text: str) -> list[dict[str, Any]]:

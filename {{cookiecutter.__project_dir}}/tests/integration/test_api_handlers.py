@@ -16,8 +16,8 @@ if sys.platform != "linux":
 from vllm.entrypoints.openai.responses.protocol import ResponseCompletedEvent, ResponsesResponse
 from vllm.exceptions import VLLMValidationError
 
-from pipeline.serving import accounting, api_handlers
-from pipeline.serving.errors import ApiError, engine_dead
+from raymill.serving import accounting, api_handlers
+from raymill.serving.errors import ApiError, engine_dead
 
 REFUSED = VLLMValidationError("no such token", parameter="logit_bias")
 OUTPUT = SimpleNamespace(outputs=[SimpleNamespace(finish_reason=None)])

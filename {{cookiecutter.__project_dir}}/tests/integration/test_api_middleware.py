@@ -22,17 +22,17 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.serving import accounting, replica_exit
-from pipeline.serving import keys as keys_module
-from pipeline.serving.access_log import AccessLog
-from pipeline.serving.api_middleware import MAX_DISCARDED_BODIES, ApiMiddleware
-from pipeline.serving.canary import NO_ROUTES, RequestOutcome
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.known_models import KnownModels
-from pipeline.serving.metrics_middleware import MetricsMiddleware
-from pipeline.serving.model_router import ModelRouter
-from pipeline.serving.rate_limits import RateLimiter, RequestLimits
-from pipeline.serving.request_queue import QueueFull, QueueMiddleware, Slots
+from raymill.serving import accounting, replica_exit
+from raymill.serving import keys as keys_module
+from raymill.serving.access_log import AccessLog
+from raymill.serving.api_middleware import MAX_DISCARDED_BODIES, ApiMiddleware
+from raymill.serving.canary import NO_ROUTES, RequestOutcome
+from raymill.serving.keys import ApiKeys
+from raymill.serving.known_models import KnownModels
+from raymill.serving.metrics_middleware import MetricsMiddleware
+from raymill.serving.model_router import ModelRouter
+from raymill.serving.rate_limits import RateLimiter, RequestLimits
+from raymill.serving.request_queue import QueueFull, QueueMiddleware, Slots
 
 BODY = 1000
 OWNER = {"Authorization": "Bearer the-owner"}
@@ -247,13 +247,13 @@ def test_a_key_above_its_rate_limit_is_told_when_to_retry(file: Path) -> None:
 
 def test_the_rate_limit_is_per_sliding_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter, clock = RateLimiter(per_minute=2, at_once=100), iter([0.0, 30.0, 59.5, 60.0, 60.0, 90.0])
-    monkeypatch.setattr("pipeline.serving.rate_limits.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("raymill.serving.rate_limits.time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert [limiter.acquire("alice") for _ in range(6)] == [0, 0, 1, 0, 30, 0]
 
 
 def test_a_key_that_has_used_up_its_tokens_waits_until_enough_are_a_minute_old(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter, clock = RateLimiter(100, 100, tokens_per_minute=10), SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("pipeline.serving.rate_limits.time", clock)
+    monkeypatch.setattr("raymill.serving.rate_limits.time", clock)
     now = 0.0
     assert limiter.acquire("alice") == 0
     limiter.add_tokens("alice", 4)

@@ -15,13 +15,13 @@ import pytest
 from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 from botocore.stub import Stubber
 
-import settings
-from cluster.aws import quotas, stack
-from cluster.aws.doctor import checks, laptop, permissions
-from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
-from cluster.doctor import Finding
-from instance_types import INSTANCE_TYPES
+from raymill import settings
+from raymill.aws import quotas, stack
+from raymill.aws.doctor import checks, laptop, permissions
+from raymill.common import cluster_file
+from raymill.common.cluster_file import ClusterFile
+from raymill.doctor import Finding
+from raymill.instance_types import INSTANCE_TYPES
 
 USER = "arn:aws:iam::123456789012:user/ada"
 PARAMETER = "/aws/service/deeplearning/latest/ami-id"
@@ -810,9 +810,9 @@ def test_the_permissions_cover_every_call_of_up_and_down() -> None:
         for model in models.values()
         for operation in model.operation_names
     }
-    sources = [*settings.PROJECT.glob("cluster/aws/*.py"), *settings.PROJECT.glob("cluster/common/*.py")]
+    sources = [*settings.PROJECT.glob("raymill/aws/*.py"), *settings.PROJECT.glob("raymill/common/*.py")]
     assert sources
-    for source in {*sources} - {settings.PROJECT / "cluster" / "aws" / "capacity_blocks.py"}:  # only `inv capacity`
+    for source in {*sources} - {settings.PROJECT / "raymill" / "aws" / "capacity_blocks.py"}:  # only `inv capacity`
         words = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", source.read_text(encoding="utf-8"))
         called = {actions[word] for word in words if word in actions}
         assert called <= ALL_ACTIONS, source

@@ -19,13 +19,13 @@ from botocore.exceptions import ClientError
 from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-import settings
-from cluster.aws import aws_errors
-from cluster.aws.doctor import checks
-from cluster.common import aws_session, bucket, cluster_file
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator.api import Api
-from cluster.emulator.moto_instances import ACCOUNT
+from raymill import settings
+from raymill.aws import aws_errors
+from raymill.aws.doctor import checks
+from raymill.common import aws_session, bucket, cluster_file
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator.api import Api
+from raymill.emulator.moto_instances import ACCOUNT
 
 FILE = cluster_file.load()
 ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
@@ -108,7 +108,7 @@ def test_doctor_up_and_status_ask_for_one_code(
     FILE.client("ec2").describe_instances()
     calls = len(aws.calls)
     # like `ray up`, this asks EC2 for the head; there is no terminal for questions
-    ray_up = [sys.executable, "-m", "cluster.aws.ray_up", "get-head-ip", str(cluster_file.FILE)]
+    ray_up = [sys.executable, "-m", "raymill.aws.ray_up", "get-head-ip", str(cluster_file.FILE)]
     done = subprocess.run(ray_up, cwd=settings.PROJECT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert "not found" in done.stdout + done.stderr
     assert {call.caller.partition("/")[0] for call in aws.calls[calls:]} == {f"arn:aws:sts::{ACCOUNT}:assumed-role"}
@@ -232,7 +232,7 @@ def test_a_used_code_and_a_missing_terminal_are_explained(aws: Api, monkeypatch:
     with pytest.raises(ClientError) as wrong:
         FILE.client("sts").get_caller_identity()
     assert aws_errors.explain(wrong.value).startswith("AWS rejects the MFA code. Each code works once")
-    code = "from cluster.common import cluster_file; cluster_file.load().client('sts').get_caller_identity()"
+    code = "from raymill.common import cluster_file; cluster_file.load().client('sts').get_caller_identity()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=settings.PROJECT,

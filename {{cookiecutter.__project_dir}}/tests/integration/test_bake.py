@@ -16,11 +16,11 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-import settings
-from cluster.aws.target import Aws
-from cluster.common import bucket, cluster_file
-from cluster.local.target import Local
-from cluster.node import bake, metadata, unpack
+from raymill import settings
+from raymill.aws.target import Aws
+from raymill.common import bucket, cluster_file
+from raymill.local.target import Local
+from raymill.node import bake, metadata, unpack
 
 pytestmark = pytest.mark.skipif(not shutil.which("zstd"), reason="zstd is not installed")
 CREDENTIALS = {"AccessKeyId": "AKIAEXAMPLE", "SecretAccessKey": "secret", "Token": "token"}
@@ -243,7 +243,7 @@ def test_the_signature_is_the_one_of_boto3() -> None:
 
 
 def test_unpacking_needs_no_packages() -> None:
-    code = f"import sys; sys.path.insert(0, {str(settings.PROJECT)!r}); from cluster.node import unpack"
+    code = f"import sys; sys.path.insert(0, {str(settings.PROJECT)!r}); from raymill.node import unpack"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)  # without site-packages
 
 

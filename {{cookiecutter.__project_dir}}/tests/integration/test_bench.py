@@ -10,9 +10,9 @@ import pytest
 from pretend_api import PretendApi, running
 from rich.console import Console
 
-import settings
-from cluster import bench
-from cluster.bench import Load
+from raymill import settings
+from raymill.clients import bench
+from raymill.clients.bench import Load
 
 PIECES, PAUSE_S = 6, 0.05
 

@@ -21,9 +21,9 @@ from vllm.parser.engine.incremental_lexer import IncrementalLexer
 from vllm.parser.engine.streaming_parser_engine import StreamingParserEngine
 from vllm.parser.qwen3 import Qwen3Parser
 
-from cluster.emulator.waiting import slowdown
-from pipeline.serving import bounded_parsing, parsers, vllm_arguments
-from pipeline.serving.deepseek_calls import BEGIN, END, SEPARATOR
+from raymill.emulator.waiting import slowdown
+from raymill.serving import bounded_parsing, parsers, vllm_arguments
+from raymill.serving.deepseek_calls import BEGIN, END, SEPARATOR
 
 Call = tuple[str, dict[str, Any]]
 PROPERTIES = {"text": {"type": "string"}, "number": {"type": "integer"}, "map": {"type": "object"}}

@@ -10,10 +10,10 @@ from typing import Any
 import boto3
 import pytest
 
-import settings
-from cluster.aws import ssh
-from cluster.common import bucket, cluster_file, instances, remaining_costs
-from cluster.common.cluster_file import ClusterFile
+from raymill import settings
+from raymill.aws import ssh
+from raymill.common import bucket, cluster_file, instances, remaining_costs
+from raymill.common.cluster_file import ClusterFile
 
 KILLED_UPLOAD = """
 import os, signal, sys

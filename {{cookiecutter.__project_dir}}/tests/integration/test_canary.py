@@ -21,14 +21,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import settings
 from jobs import models
-from pipeline.serving import canary, haproxy, lifecycle
-from pipeline.serving.body_checks import inspect
-from pipeline.serving.canary import CANARY, ROOT, Reporter
-from pipeline.serving.metrics_middleware import MetricsMiddleware
-from pipeline.serving.model_router import ModelRouter
-from pipeline.serving.options import ModelsOptions, ServeOptions
+from raymill import settings
+from raymill.serving import canary, haproxy, lifecycle
+from raymill.serving.body_checks import inspect
+from raymill.serving.canary import CANARY, ROOT, Reporter
+from raymill.serving.metrics_middleware import MetricsMiddleware
+from raymill.serving.model_router import ModelRouter
+from raymill.serving.options import ModelsOptions, ServeOptions
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 

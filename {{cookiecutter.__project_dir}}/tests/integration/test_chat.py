@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pretend_api import PretendApi, running
 
-from cluster import chat
+from raymill.clients import chat
 
 
 @pytest.fixture

@@ -21,27 +21,17 @@ from openai_harmony import HarmonyEncodingName, load_harmony_encoding
 from transformers import GenerationConfig, GptOssConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 
-import settings
-from cluster.network import free_ports
-from pipeline.data import template_layout
-from pipeline.data.chat_template import ChatTemplate, TemplateRejection
-from pipeline.data.examples import BadRow, Conversation, Message, to_json
-from pipeline.data.options import Turns
-from pipeline.data.row_formats import read_example
-from pipeline.data.template_probes import (
-    ANSWER,
-    CALL,
-    FEATURES,
-    NEXT,
-    NEXT_ANSWER,
-    QUESTION,
-    RESULT,
-    THINKING,
-    TOOL,
-)
-from pipeline.data.template_renderer import TemplateRenderer
-from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
-from pipeline.generation.prompts import PromptTokenizer, RemainingRows
+from raymill import settings
+from raymill.data import template_layout
+from raymill.data.chat_template import ChatTemplate, TemplateRejection
+from raymill.data.examples import BadRow, Conversation, Message, to_json
+from raymill.data.options import Turns
+from raymill.data.row_formats import read_example
+from raymill.data.template_probes import ANSWER, CALL, FEATURES, NEXT, NEXT_ANSWER, QUESTION, RESULT, THINKING, TOOL
+from raymill.data.template_renderer import TemplateRenderer
+from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
+from raymill.generation.prompts import PromptTokenizer, RemainingRows
+from raymill.network import free_ports
 
 START_S = 180
 MAX_LENGTH = 100_000  # tokens; with the tiny tokenizer, some templates need thousands to describe tools

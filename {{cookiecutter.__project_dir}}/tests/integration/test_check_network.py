@@ -10,15 +10,15 @@ import torch
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
-import settings
-from cluster.network import free_ports
 from jobs import check_network, train_classifier
-from pipeline.ray_support import network_check
-from pipeline.ray_support.network_check import Network, NetworkMeasurement
-from pipeline.training import transport
-from pipeline.training.options import ClassifierOptions, DDPOptions, NetworkOptions
-from pipeline.training.runtimes import ray_train, torchrun
-from pipeline.training.strategies import DDP
+from raymill import settings
+from raymill.network import free_ports
+from raymill.ray_support import network_check
+from raymill.ray_support.network_check import Network, NetworkMeasurement
+from raymill.training import transport
+from raymill.training.options import ClassifierOptions, DDPOptions, NetworkOptions
+from raymill.training.runtimes import ray_train, torchrun
+from raymill.training.strategies import DDP
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 

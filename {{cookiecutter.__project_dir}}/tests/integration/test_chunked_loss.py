@@ -8,20 +8,19 @@ import architectures
 import pytest
 import ranks
 import torch
-from torch.multiprocessing.spawn import spawn
 from torch.nn import LinearCrossEntropyOptions
 from transformers import PreTrainedModel
 
-import settings
-from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.model_config import text_config
-from pipeline.training import chunked_loss, model_io
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.fsdp import FSDP
-from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
-from pipeline.training.packed_attention import TESTED_FAMILIES
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP
+from raymill import settings
+from raymill.data.tokenization import NOT_TRAINED
+from raymill.model_config import text_config
+from raymill.training import chunked_loss, model_io
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
+from raymill.training.packed_attention import TESTED_FAMILIES
+from raymill.training.schedule import BatchPlan
+from raymill.training.strategies import DDP
 
 ROWS, LENGTH, RANKS = 2, 20, 2
 SEVERAL_CHUNKS = LinearCrossEntropyOptions(batch_chunk_size=16)  # ROWS * LENGTH tokens need three chunks
@@ -73,7 +72,7 @@ def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Return the norm of the gradients with each strategy, with and without chunks, with and without LoRA."""
     folder = tmp_path_factory.mktemp("norms")
     architectures.build("Qwen3", tie_word_embeddings=False).save_pretrained(folder / "model")
-    spawn(_observe, (folder,), nprocs=RANKS)
+    ranks.run(_observe, (folder,), RANKS)
     return json.loads((folder / "norms.json").read_text())
 
 

@@ -18,11 +18,11 @@ import yaml
 from botocore.validate import ParamValidator
 from ray import autoscaler
 
-import settings
-from cluster.aws import launcher_file
-from cluster.node import state
-from pipeline.ray_support import gpu_section
-from pipeline.ray_support.private import cluster_launcher
+from raymill import settings
+from raymill.aws import launcher_file
+from raymill.node import state
+from raymill.ray_support import gpu_section
+from raymill.ray_support.private import cluster_launcher
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
@@ -219,22 +219,22 @@ def test_an_instance_ends_itself_if_its_lease_is_not_renewed(node_config: dict[s
 
 def test_a_watchdog_guards_every_node() -> None:
     config = load()
-    assert "cluster.node.watchdog head" in config["head_start_ray_commands"][-1]
-    assert "cluster.node.watchdog worker" in config["worker_start_ray_commands"][-1]
+    assert "raymill.node.watchdog head" in config["head_start_ray_commands"][-1]
+    assert "raymill.node.watchdog worker" in config["worker_start_ray_commands"][-1]
 
 
 def test_every_node_copies_its_logs_to_the_bucket() -> None:
     config = load()
-    assert "cluster.node.log_shipping head" in config["head_start_ray_commands"][-2]
-    assert "cluster.node.log_shipping worker" in config["worker_start_ray_commands"][-2]
+    assert "raymill.node.log_shipping head" in config["head_start_ray_commands"][-2]
+    assert "raymill.node.log_shipping worker" in config["worker_start_ray_commands"][-2]
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ["-m", "pipeline.serving.haproxy"],
-        ["-c", "from cluster.node import head_status, log_shipping, watchdog, watchdog_head, watchdog_worker"],
-        ["-S", "-c", "from cluster.node import nvme, unpack"],  # -S: they run before there are packages
+        ["-m", "raymill.serving.haproxy"],
+        ["-c", "from raymill.node import head_status, log_shipping, watchdog, watchdog_head, watchdog_worker"],
+        ["-S", "-c", "from raymill.node import nvme, unpack"],  # -S: they run before there are packages
     ],
 )
 def test_nodes_have_all_files_that_they_need(command: list[str], tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_only_the_head_may_start_instances() -> None:
 def test_folders_on_the_fast_disk_are_made_after_its_mount() -> None:
     """A mount would hide earlier folders, and their content would fill the root disk."""
     first, *others = load()["setup_commands"]
-    assert "python3 -m cluster.node.nvme && sudo install --directory" in first
+    assert "python3 -m raymill.node.nvme && sudo install --directory" in first
     assert "install --directory" not in "".join(others)
 
 

@@ -18,17 +18,16 @@ import torch
 from torch import distributed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.multiprocessing.spawn import spawn
 
-import settings
-from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.training.dataset import Batch, as_batch
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.fsdp import FSDP
-from pipeline.training.model_io import load_model
-from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP, Strategy
+from raymill import settings
+from raymill.data.tokenization import NOT_TRAINED
+from raymill.training.dataset import Batch, as_batch
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.model_io import load_model
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
+from raymill.training.schedule import BatchPlan
+from raymill.training.strategies import DDP, Strategy
 
 torch.set_num_threads(1)  # with tensors this small, several threads would only wait for one another
 
@@ -229,9 +228,7 @@ def _assert_same(compiled: Seen, eager: Seen) -> None:
 def _run_on_ranks(folder: Path, *strategies: str) -> dict[str, tuple[Seen, Seen]]:
     """Return what rank 0 of a gloo group saw without and with compiled layers, for each strategy."""
     _write_model("Qwen3", folder / "model", num_hidden_layers=2)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DS_ACCELERATOR", "cpu")
-        spawn(_run_strategies, (folder, strategies), nprocs=RANKS)
+    ranks.run(_run_strategies, (folder, strategies), RANKS)
     seen = json.loads((folder / "seen.json").read_text())
     return {name: (Seen(*eager), Seen(*compiled)) for name, (eager, compiled) in seen.items()}
 

@@ -12,30 +12,29 @@ import pytest
 import ranks
 import torch
 from safetensors.torch import load_file
-from torch.multiprocessing.spawn import spawn
 from transformers import AutoTokenizer, PreTrainedModel
 
-import settings
-from cluster.planner import serving
-from cluster.planner.shape import shape_of
 from jobs import quantize
-from pipeline.data.tokenizer import eos_ids
-from pipeline.evaluation import candidates, scoring, stopping
-from pipeline.evaluation.candidates import Candidate
-from pipeline.model_config import context_length
-from pipeline.quantization.options import QuantizeOptions
-from pipeline.serving import preflight as serving_preflight
-from pipeline.serving.options import ServeOptions
-from pipeline.training import composite, flops, model_io, preflight, weight_files
-from pipeline.training.dataset import PackedRows, read_manifest
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.fsdp import FSDP
-from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
-from pipeline.training.packed_attention import model_inputs
-from pipeline.training.runtimes.runtime import SingleProcess
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP
-from pipeline.training.trainer import Trainer
+from raymill import settings
+from raymill.data.tokenizer import eos_ids
+from raymill.evaluation import candidates, scoring, stopping
+from raymill.evaluation.candidates import Candidate
+from raymill.model_config import context_length
+from raymill.planner import serving
+from raymill.planner.shape import shape_of
+from raymill.quantization.options import QuantizeOptions
+from raymill.serving import preflight as serving_preflight
+from raymill.serving.options import ServeOptions
+from raymill.training import composite, flops, model_io, preflight, weight_files
+from raymill.training.dataset import PackedRows, read_manifest
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
+from raymill.training.packed_attention import model_inputs
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.schedule import BatchPlan
+from raymill.training.strategies import DDP
+from raymill.training.trainer import Trainer
 
 SEQUENCE_LENGTH, RANKS = 64, 2
 PROCESSOR = {"image_processor_type": "SomeImageProcessor", "size": {"height": 28, "width": 28}}
@@ -192,7 +191,7 @@ def spread(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """Return, for each strategy, the gradient norms and the evaluation loss of two ranks, and of one without LoRA."""
     folder = tmp_path_factory.mktemp("spread")
     _write_model(folder / "model", "Gemma4", assets)
-    spawn(_observe, (folder,), nprocs=RANKS)
+    ranks.run(_observe, (folder,), RANKS)
     return json.loads((folder / "seen.json").read_text())
 
 

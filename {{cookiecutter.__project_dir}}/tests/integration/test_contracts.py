@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-import settings
-from cluster.planner.shape import shape_of
-from pipeline.training import deepspeed_zero
-from pipeline.training.options import DDPOptions, DeepSpeedOptions
-from pipeline.training.schedule import check_batches, spread
-from pipeline.training.strategies import DDP
+from raymill import settings
+from raymill.planner.shape import shape_of
+from raymill.training import deepspeed_zero
+from raymill.training.options import DDPOptions, DeepSpeedOptions
+from raymill.training.schedule import check_batches, spread
+from raymill.training.strategies import DDP
 
 # ------------------------------------------------------------------------------------------ autocast
 

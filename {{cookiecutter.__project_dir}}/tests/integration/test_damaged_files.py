@@ -15,27 +15,27 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-import settings
-from cluster.aws import capacity_blocks
-from cluster.common import cluster_file
-from cluster.local import state as local_state
-from cluster.node import gpu_use, head_status, watchdog_head
-from pipeline.data import shards
-from pipeline.data.packed_folder import PackedFolder
-from pipeline.evaluation import candidates
-from pipeline.generation.answer_folder import AnswerFolder
-from pipeline.ray_support.private.train import LIST_OF_CHECKPOINTS
-from pipeline.training import checkpoint_check, history, preflight
-from pipeline.training.dataset import PackedRows, read_manifest
-from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes import ray_train
-from pipeline.training.runtimes.runtime import SingleProcess
-from pipeline.training.storage import RunFolder
-from pipeline.training.strategies import DDP
-from pipeline.training.trackers import Trackers
-from pipeline.training.trainer import train
-from pipeline.tuning import trials
-from pipeline.tuning.trials import Trial
+from raymill import settings
+from raymill.aws import capacity_blocks
+from raymill.common import cluster_file
+from raymill.data import shards
+from raymill.data.packed_folder import PackedFolder
+from raymill.evaluation import candidates
+from raymill.generation.answer_folder import AnswerFolder
+from raymill.local import state as local_state
+from raymill.node import gpu_use, head_status, watchdog_head
+from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS
+from raymill.training import checkpoint_check, history, preflight
+from raymill.training.dataset import PackedRows, read_manifest
+from raymill.training.options import DDPOptions
+from raymill.training.runtimes import ray_train
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.storage import RunFolder
+from raymill.training.strategies import DDP
+from raymill.training.trackers import Trackers
+from raymill.training.trainer import train
+from raymill.tuning import trials
+from raymill.tuning.trials import Trial
 
 SEQUENCE_LENGTH = 64
 

@@ -8,9 +8,9 @@ import pytest
 from vllm.tool_parsers.deepseekv3_tool_parser import DeepSeekV3ToolParser
 from vllm.tool_parsers.deepseekv31_tool_parser import DeepSeekV31ToolParser
 
-from cluster.emulator.waiting import slowdown
-from pipeline.serving import deepseek_calls
-from pipeline.serving.deepseek_calls import BEGIN, END, SEPARATOR
+from raymill.emulator.waiting import slowdown
+from raymill.serving import deepseek_calls
+from raymill.serving.deepseek_calls import BEGIN, END, SEPARATOR
 
 START, STOP = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from ray.train import Checkpoint
 from ray.train.torch import TorchTrainer, get_device
 
-import settings
-from cluster import job_scripts
-from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes import torchrun
+from raymill import job_scripts, settings
+from raymill.training.options import DDPOptions
+from raymill.training.runtimes import torchrun
 
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
-SOURCES = ["settings.py", "sections.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
+SOURCES = ["jobs/**/*.py", "raymill/**/*.py"]
 FILLED = "\0"  # replaces a value in a message
 MIN_LETTERS = 20  # characters outside of values; with fewer, a pattern would match almost any quote
 PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # the pages use these in place of real names
@@ -186,8 +185,8 @@ def test_torchrun_needs_packed_rows_and_a_folder() -> None:
 
 @cache
 def _verbs() -> dict[str, set[str]]:
-    """Parse tasks.py and return the options of each verb. Importing it would restart Python in the project's .venv."""
-    tree = ast.parse((settings.PROJECT / "tasks.py").read_text(encoding="utf-8"))
+    """Parse the verbs of the library, and return the options of each."""
+    tree = ast.parse((settings.PROJECT / "raymill" / "verbs.py").read_text(encoding="utf-8"))
     return {
         node.name.replace("_", "-"): {argument.arg.rstrip("_").replace("_", "-") for argument in node.args.args}
         for node in tree.body

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from cluster.local import doctor
+from raymill import settings
+from raymill.local import doctor
 
 
 def texts(status: str) -> list[str]:

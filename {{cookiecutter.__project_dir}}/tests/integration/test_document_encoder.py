@@ -9,10 +9,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.data.document_encoder import DocumentEncoder
-from pipeline.data.template_renderer import RenderedText
-from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer
-from pipeline.generation.prompts import PromptTokenizer, RemainingRows
+from raymill.data.document_encoder import DocumentEncoder
+from raymill.data.template_renderer import RenderedText
+from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer
+from raymill.generation.prompts import PromptTokenizer, RemainingRows
 
 TEXTS = [
     "Which one? Answer: yes, this one.\n\n\n",

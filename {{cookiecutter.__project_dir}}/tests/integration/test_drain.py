@@ -21,15 +21,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-import settings
-from cluster import drain as cluster_drain
-from pipeline.rag import app as rag_app
-from pipeline.rag.options import RagOptions
-from pipeline.ray_support.private import serve as private_serve
-from pipeline.serving import drain, haproxy, lifecycle
-from pipeline.serving.lifecycle import Deployment
-from pipeline.serving.options import ModelsOptions, ServeOptions
-from pipeline.serving.rate_limits import RequestLimits
+from raymill import drain as cluster_drain
+from raymill import settings
+from raymill.rag import app as rag_app
+from raymill.rag.options import RagOptions
+from raymill.ray_support.private import serve as private_serve
+from raymill.serving import drain, haproxy, lifecycle
+from raymill.serving.lifecycle import Deployment
+from raymill.serving.options import ModelsOptions, ServeOptions
+from raymill.serving.rate_limits import RequestLimits
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 
@@ -164,7 +164,7 @@ def test_an_update_without_a_spare_replica_says_how_long_requests_may_fail(
 
 
 def test_replicas_may_take_as_long_to_stop_as_a_request() -> None:
-    from pipeline.serving import app as serving_app  # imports vLLM
+    from raymill.serving import app as serving_app  # imports vLLM
 
     options = settings.load(ServeOptions, "serve", profile="local")
     options = options.model_copy(update={"request_timeout_s": 700.0, "tool_parser": "", "reasoning_parser": ""})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import environment
+from raymill import environment
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_another_users_environment_stays(tmp_path: Path) -> None:
 INSTALL = """
 import sys, time
 from pathlib import Path
-from cluster import environment
+from raymill import environment
 
 sys.prefix = sys.argv[1]
 

@@ -17,17 +17,17 @@ from ray.exceptions import RayTaskError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import settings
 from jobs import evaluate
-from pipeline.data.tokenization import DOCUMENTS, NOT_TRAINED
-from pipeline.evaluation import candidates, evaluation, stopping
-from pipeline.evaluation.options import EvaluateOptions
-from pipeline.evaluation.scoring import Score, Scorer
-from pipeline.training.dataset import PackedRows, read_manifest
-from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import SingleProcess
-from pipeline.training.strategies import DDP
-from pipeline.training.trainer import train
+from raymill import settings
+from raymill.data.tokenization import DOCUMENTS, NOT_TRAINED
+from raymill.evaluation import candidates, evaluation, stopping
+from raymill.evaluation.options import EvaluateOptions
+from raymill.evaluation.scoring import Score, Scorer
+from raymill.training.dataset import PackedRows, read_manifest
+from raymill.training.options import DDPOptions
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.strategies import DDP
+from raymill.training.trainer import train
 
 SEQUENCE_LENGTH = 64
 DOCUMENT_COUNT, WRONG_COUNT = 12, 3

@@ -21,8 +21,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from pipeline.serving import fair_scheduler
-from pipeline.serving.fair_scheduler import FairScheduler
+from raymill.serving import fair_scheduler
+from raymill.serving.fair_scheduler import FairScheduler
 
 ALICE, BOB, CAROL = range(3)
 SEATS = 4

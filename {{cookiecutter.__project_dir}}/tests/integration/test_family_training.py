@@ -10,14 +10,14 @@ import torch
 from families import FAMILIES, add_tokens, template_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import settings
-from pipeline.data.examples import to_json
-from pipeline.data.row_formats import read_example
-from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import SingleProcess
-from pipeline.training.strategies import DDP
-from pipeline.training.trainer import train
+from raymill import settings
+from raymill.data.examples import to_json
+from raymill.data.row_formats import read_example
+from raymill.data.tokenization import DocumentTokenizer
+from raymill.training.options import DDPOptions
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.strategies import DDP
+from raymill.training.trainer import train
 
 SEQUENCE_LENGTH = 1024
 MOST_TOKENS = 200

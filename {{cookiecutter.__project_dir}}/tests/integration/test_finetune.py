@@ -20,19 +20,19 @@ from processes import children
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import settings
 from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp, preprocess
-from pipeline.data import row_sources, streaming
-from pipeline.data.options import PreprocessOptions
-from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.training import launch
-from pipeline.training.collectives import total
-from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from pipeline.training.runtimes import ray_train
-from pipeline.training.runtimes.runtime import Runtime, SingleProcess
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP
-from pipeline.training.trainer import train
+from raymill import settings
+from raymill.data import row_sources, streaming
+from raymill.data.options import PreprocessOptions
+from raymill.data.tokenization import DocumentTokenizer
+from raymill.training import launch
+from raymill.training.collectives import total
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from raymill.training.runtimes import ray_train
+from raymill.training.runtimes.runtime import Runtime, SingleProcess
+from raymill.training.schedule import BatchPlan
+from raymill.training.strategies import DDP
+from raymill.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
 KILL_AFTER_STEP = 15

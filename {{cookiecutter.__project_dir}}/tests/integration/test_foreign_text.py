@@ -15,18 +15,19 @@ from typing import Any
 
 import pretend_api
 import pytest
+from dependencies import FILES, OF_JOBS, is_in
 
-import settings
-from cluster import chat, job_output, keys, status, submission, usage
-from cluster.console import Console, cell
-from cluster.status import Snapshot
-from cluster.target import CloudStatus, Copy, PastJob, PastLog
-from pipeline.data import files, preview, splits
-from pipeline.data.files import InputFile, InputFiles
-from pipeline.generation import generation
-from pipeline.printable import LOG, printable
-from pipeline.serving import served_models
-from pipeline.training import report
+from raymill import job_output, keys, settings, status, submission, usage
+from raymill.clients import chat
+from raymill.console import Console, cell
+from raymill.data import files, preview, splits
+from raymill.data.files import InputFile, InputFiles
+from raymill.generation import generation
+from raymill.printable import LOG, printable
+from raymill.serving import served_models
+from raymill.status import Snapshot
+from raymill.target import CloudStatus, Copy, PastJob, PastLog
+from raymill.training import report
 
 # clear the screen, set the window's title and ring, an 8-bit CSI, reverse the direction, hide text, overwrite a line,
 # begin a line, half a surrogate pair, and Rich's markup
@@ -130,8 +131,7 @@ def test_a_console_keeps_its_own_colors() -> None:
 
 
 def test_no_verb_makes_another_kind_of_console() -> None:
-    paths = [settings.PROJECT / "tasks.py", *(settings.PROJECT / "cluster").rglob("*.py")]
-    for path in [*paths, *(settings.PROJECT / "demo").rglob("*.py")]:
+    for path in [path for name, path in FILES.items() if is_in(name, "raymill") and not is_in(name, *OF_JOBS)]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         sources = {
             f"{node.module}.{alias.name}"
@@ -231,8 +231,8 @@ def test_a_job_prints_names_and_rows_on_one_line(
 
 JOB = """
 import sys
-import settings
-from pipeline.ray_support import cli
+from raymill import settings
+from raymill.ray_support import cli
 
 def main(_):
     print(sys.argv[1], file=sys.stdout)

@@ -21,9 +21,9 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from pipeline.serving import accounting, grammars
-from pipeline.serving.grammar_worker import Vocabulary, tokenizer_of
-from pipeline.serving.grammars import GrammarChecker, Grammars, LimitedGrammar, MaskBudget
+from raymill.serving import accounting, grammars
+from raymill.serving.grammar_worker import Vocabulary, tokenizer_of
+from raymill.serving.grammars import GrammarChecker, Grammars, LimitedGrammar, MaskBudget
 
 EOS = 256
 SMALL = Vocabulary([*(bytes([number]) for number in range(256)), b"<|eos|>", b"<|call|>"], [EOS, EOS + 1], [EOS])

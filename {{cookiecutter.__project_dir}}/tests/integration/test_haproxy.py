@@ -30,11 +30,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-import settings
-from cluster.network import free_ports
-from pipeline.ray_support.private import http_1_0
-from pipeline.serving import haproxy
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.network import free_ports
+from raymill.ray_support.private import http_1_0
+from raymill.serving import haproxy
+from raymill.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 

@@ -6,11 +6,11 @@ from typing import Any
 import boto3
 import pytest
 
-import settings
-from cluster.aws import key_pair, load_balancer, prepare, stack, vpc
-from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import moto_instances, stack_resources
+from raymill import settings
+from raymill.aws import key_pair, load_balancer, prepare, stack, vpc
+from raymill.common import cluster_file
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator import moto_instances, stack_resources
 
 CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000-0000-000000000000"
 

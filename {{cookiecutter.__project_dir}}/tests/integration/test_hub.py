@@ -16,14 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import settings
+from raymill import settings
 
 ROWS = [{"instruction": f"question {number}", "output": f"answer {number}", "id": number} for number in range(5)]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 READ = """
 import json, pickle, sys
-from pipeline.data import row_sources
-from settings import UserError
+from raymill.data import row_sources
+from raymill.settings import UserError
 try:
     source = pickle.loads(pickle.dumps(row_sources.find(sys.argv[1])))  # as Ray does to send the source to its workers
 except UserError as error:

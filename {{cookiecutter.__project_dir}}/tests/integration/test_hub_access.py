@@ -16,8 +16,8 @@ from urllib.parse import unquote
 
 import pytest
 
-import settings
-from pipeline.ray_support import hub_access
+from raymill import settings
+from raymill.ray_support import hub_access
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_of_the_test"
@@ -75,17 +75,17 @@ READ = """
 import json, os, sys, tempfile, time, urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from huggingface_hub.utils import _http
-import settings
-from pipeline.data import row_sources
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.evaluation import candidates
-from pipeline.generation.prompts import PromptTokenizer
-from pipeline.rag.embedder import EmbeddingModelInfo
-from pipeline.ray_support import hub_access, model_cache
-from pipeline.serving import preflight as serving
-from pipeline.serving.options import ServeOptions
-from pipeline.training import preflight
-from pipeline.training.options import DDPOptions
+from raymill import settings
+from raymill.data import row_sources
+from raymill.data.tokenizer import load_tokenizer
+from raymill.evaluation import candidates
+from raymill.generation.prompts import PromptTokenizer
+from raymill.rag.embedder import EmbeddingModelInfo
+from raymill.ray_support import hub_access, model_cache
+from raymill.serving import preflight as serving
+from raymill.serving.options import ServeOptions
+from raymill.training import preflight
+from raymill.training.options import DDPOptions
 
 train = settings.load(DDPOptions, "train", profile="local")
 serve = settings.load(ServeOptions, "serve", profile="local")
@@ -258,7 +258,7 @@ def test_a_model_in_the_cache_is_read_while_the_hub_is_down(results: dict[str, l
     assert [result.message for result in results["cached"]] == ["read", "read"]
 
 
-MIRROR = "import sys; from pipeline.ray_support import model_cache; model_cache._mirror(sys.argv[1], sys.argv[2])"
+MIRROR = "import sys; from raymill.ray_support import model_cache; model_cache._mirror(sys.argv[1], sys.argv[2])"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_the_bucket_gets_weights_in_one_format(
 
 JOB = """
 import sys
-from pipeline.ray_support import cli, model_cache
+from raymill.ray_support import cli, model_cache
 sys.argv = ["job.py"]
 cli.run(lambda options: print(model_cache.find("acme/gated-for-this-account")))
 """

@@ -14,20 +14,19 @@ from emulated_aws import ALLOW_ALL, FILE, IMAGE, NOW, WANTED, edited, in_region,
 from moto.cloudformation.models import cloudformation_backends
 from moto.iam.models import iam_backends
 
-import settings
-from cluster import drain
-from cluster.aws import caller, identity, key_pair, launcher_file, ownership, prepare, secrets_manager, stack
-from cluster.aws.caller import OWNER_TAG, Caller
-from cluster.aws.doctor import owner as doctors_owner
-from cluster.aws.doctor.account import Account
-from cluster.aws.target import Aws
-from cluster.common import bucket, cluster_file, instances
-from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import moto_instances
-from cluster.emulator.api import Api
-from cluster.emulator.consistency import Consistency
-from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
-from cluster.target import WantedBlock
+from raymill import drain, settings
+from raymill.aws import caller, identity, key_pair, launcher_file, ownership, prepare, secrets_manager, stack
+from raymill.aws.caller import OWNER_TAG, Caller
+from raymill.aws.doctor import owner as doctors_owner
+from raymill.aws.doctor.account import Account
+from raymill.aws.target import Aws
+from raymill.common import bucket, cluster_file, instances
+from raymill.common.cluster_file import ClusterFile
+from raymill.emulator import moto_instances
+from raymill.emulator.api import Api
+from raymill.emulator.consistency import Consistency
+from raymill.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
+from raymill.target import WantedBlock
 
 server, aws, assign = emulated_aws.server, emulated_aws.aws, emulated_aws.assign
 

@@ -11,8 +11,8 @@ import pytest
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.util.accelerators import accelerators
 
-import instance_types
-from instance_types import INSTANCE_TYPES, InstanceType
+from raymill import instance_types
+from raymill.instance_types import INSTANCE_TYPES, InstanceType
 
 FOLDER = Path(moto.ec2.__file__).parent / "resources"
 TYPES = [pytest.param(one, id=name) for name, one in INSTANCE_TYPES.items()]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from cluster import job_scripts
-from settings import PROJECT
+from raymill import job_scripts, settings
+from raymill.settings import PROJECT
 
 SLOW = {"torch", "ray", "transformers", "boto3"}
 

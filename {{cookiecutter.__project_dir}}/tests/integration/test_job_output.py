@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-import settings
-from cluster import job_output
+from raymill import job_output, settings
 
 TRAINING = """\
 2026-11-23 22:10:08,818	INFO job_manager.py:581 -- Runtime env is setting up.
@@ -76,7 +75,7 @@ def test_lines_with_progress_are_recognized(line: str, found: tuple[str, ...] | 
 
 SCRIPT = """
 import sys
-from cluster import job_output
+from raymill import job_output
 with job_output.Printer() as printer:
     printer.write(sys.stdin.read())
     printer.write("\\nmodel:  10%\\rmodel:  20%\\rmodel: 100%\\n")

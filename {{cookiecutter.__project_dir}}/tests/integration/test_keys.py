@@ -16,15 +16,14 @@ import boto3
 import pytest
 from rich.console import Console
 
-import settings
-from cluster import env_file, keys
-from cluster.aws import secrets_manager
-from cluster.aws.target import Aws
-from cluster.common import cluster_file
-from cluster.env_file import EnvFile, locked
-from cluster.target import KeyStore
-from pipeline.serving import keys as server_keys
-from pipeline.serving.keys import ApiKeys
+from raymill import env_file, keys, settings
+from raymill.aws import secrets_manager
+from raymill.aws.target import Aws
+from raymill.common import cluster_file
+from raymill.env_file import EnvFile, locked
+from raymill.serving import keys as server_keys
+from raymill.serving.keys import ApiKeys
+from raymill.target import KeyStore
 
 ENV = "# my secrets\nSERVE_API_KEY=the-owner\nexport SERVE_API_KEYS='bob:for-bob'\nHF_TOKEN=hf_x # token\n"
 TODAY = datetime.datetime.now(datetime.UTC).date()

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import settings
-from cluster.aws import limits as aws_limits
-from cluster.common import cluster_file, limits, prices
-from cluster.common.limits import LimitsSection
-from cluster.node import activity
+from raymill import settings
+from raymill.aws import limits as aws_limits
+from raymill.common import cluster_file, limits, prices
+from raymill.common.limits import LimitsSection
+from raymill.node import activity
 
 FILE = cluster_file.load()
 LAUNCHED = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -30,8 +30,8 @@ LIMITS = LimitsSection(hours=24, dollars=500, idle_hours=3)
 USED = aws_limits.Usage(limits=LIMITS, hours=5, dollars=40, dollars_per_hour=8, idle_hours=2)
 WATCHDOG = """
 from pathlib import Path
-from cluster.common import instances
-from cluster.node import autoscaler_log, watchdog_head
+from raymill.common import instances
+from raymill.node import autoscaler_log, watchdog_head
 home = Path.home()
 autoscaler_log.LOGS = home
 watchdog_head.LEASE, watchdog_head.LAUNCHED, watchdog_head.INTERVAL_S = home / "lease", home / "launched", 0.1

@@ -6,8 +6,8 @@ import pytest
 from pretend_api import running
 from rich.console import Console
 
-import settings
-from cluster import lm_eval
+from raymill import settings
+from raymill.clients import lm_eval
 
 UV = """#!/bin/sh
 echo 'API request failed! Status code: 429, Response text: {"error": {"message": "busy"}}. Retrying...' >&2

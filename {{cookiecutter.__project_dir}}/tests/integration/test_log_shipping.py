@@ -22,14 +22,13 @@ import pytest
 from processes import verb_command
 from rich.console import Console
 
-import settings
-from cluster import status
-from cluster.aws import cloud_status
-from cluster.aws.past_jobs import PastJobs
-from cluster.common import bucket, cluster_file, instances, prices
-from cluster.common.instances import Instance
-from cluster.network import free_ports
-from cluster.node import gpu_use, log_shipping, metadata, ray_jobs, state
+from raymill import settings, status
+from raymill.aws import cloud_status
+from raymill.aws.past_jobs import PastJobs
+from raymill.common import bucket, cluster_file, instances, prices
+from raymill.common.instances import Instance
+from raymill.network import free_ports
+from raymill.node import gpu_use, log_shipping, metadata, ray_jobs, state
 
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "entrypoint": "python -m jobs.preprocess", "status": "RUNNING", "message": "runs",
@@ -42,7 +41,7 @@ PROGRAM = {"submission_id": None}
 LOG = "job-driver-preprocess-1.log"
 TAKE_OVER = """
 import time
-from cluster.node import process
+from raymill.node import process
 process.take_over("pretended")
 print("took over", flush=True)
 time.sleep(600)
@@ -393,7 +392,7 @@ def test_a_restarted_process_ends_the_earlier_one(tmp_path: Path) -> None:
 def take_over(home: Path) -> subprocess.Popen[str]:
     """Start a process that takes over, and return it when it has."""
     process = subprocess.Popen(
-        [sys.executable, "-c", TAKE_OVER, "cluster.node.pretended"],
+        [sys.executable, "-c", TAKE_OVER, "raymill.node.pretended"],
         cwd=settings.PROJECT,
         env=os.environ | {"HOME": str(home)},
         stdout=subprocess.PIPE,

@@ -1,7 +1,6 @@
 """Test that `adapter/` and `model/` have the logits of the trained model, for each kind of layer and each strategy."""
 
 import errno
-import multiprocessing
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import packed_rows
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import transformers
@@ -16,16 +16,16 @@ from architectures import FAMILIES, SIZES
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import settings
-from pipeline.training import weight_files
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.fsdp import FSDP
-from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from pipeline.training.runtimes.torchrun import TorchrunRuntime
-from pipeline.training.strategies import DDP, MakeStrategy
-from pipeline.training.trainer import Trainer
-from pipeline.training.weight_files import Weight
-from settings import UserError
+from raymill import settings
+from raymill.settings import UserError
+from raymill.training import weight_files
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from raymill.training.runtimes.torchrun import TorchrunRuntime
+from raymill.training.strategies import DDP, MakeStrategy
+from raymill.training.trainer import Trainer
+from raymill.training.weight_files import Weight
 
 RANKS, STEPS, SEQUENCE_LENGTH = 2, 6, 64
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,10 +42,6 @@ WAYS: dict[str, Any] = {
     "zero3": (ZeRO, DeepSpeedOptions, ["deepspeed"], {"zero_stage": 3, "offload_optimizer": False}),
 }
 PROMPT = torch.arange(40)[None]
-
-os.environ["DS_ACCELERATOR"] = "cpu"  # `import deepspeed` reads this variable
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["pipeline.training.runtimes.torchrun", "pipeline.training.fsdp", "deepspeed"])
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +69,7 @@ def inputs(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a trained run of each model, and with the logits of the model in training."""
     folder = tmp_path_factory.mktemp(request.param)
-    ranks = [PROCESSES.Process(target=_rank, args=(rank, request.param, inputs, folder)) for rank in range(RANKS)]
+    ranks = [ranks.PROCESSES.Process(target=_rank, args=(rank, request.param, inputs, folder)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipeline.training import lora_merge
-from settings import UserError
+from raymill.settings import UserError
+from raymill.training import lora_merge
 
 PROMPT = torch.arange(40)[None]
 WEIGHTS = "adapter_model.safetensors"

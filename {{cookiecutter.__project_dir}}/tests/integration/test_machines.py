@@ -9,18 +9,17 @@ import ranks
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import settings
-from pipeline.training import model_io
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.fsdp import FSDP
-from pipeline.training.options import DeepSpeedOptions, FSDPOptions
-from pipeline.training.schedule import BatchPlan
-from settings import UserError
+from raymill import settings
+from raymill.settings import UserError
+from raymill.training import model_io
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.options import DeepSpeedOptions, FSDPOptions
+from raymill.training.schedule import BatchPlan
 
 pytestmark = pytest.mark.nightly
 RANKS, MACHINES, PASSES = 4, 2, 3
@@ -39,9 +38,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("machines")
     torch.manual_seed(0)
     LlamaForCausalLM(CONFIG).save_pretrained(folder / "model")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("DS_ACCELERATOR", "cpu")
-        spawn(_observe, (folder,), nprocs=RANKS)
+    ranks.run(_observe, (folder,), RANKS)
     return json.loads((folder / "seen.json").read_text())
 
 

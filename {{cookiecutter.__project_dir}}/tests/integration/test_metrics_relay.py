@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import settings
+from raymill import settings
 
 TOKEN = "the-token"
 
@@ -47,7 +47,7 @@ def relay(tmp_path: Path, node: str) -> Iterator[Path]:
     (tmp_path / ".ray" / "auth_token").write_text(TOKEN)
     targets = tmp_path / "targets.json"
     targets.write_text(json.dumps([{"labels": {}, "targets": [node, "127.0.0.1:9"]}]))
-    code = "import sys; from pathlib import Path; from cluster.node import activity, metrics_relay; activity.TARGETS = "
+    code = "import sys; from pathlib import Path; from raymill.node import activity, metrics_relay; activity.TARGETS = "
     code += f"Path({str(targets)!r}); metrics_relay.relay(Path(sys.argv[1]))"
     path = tmp_path / "socket"
     command = [sys.executable, "-c", code, str(path)]

@@ -16,11 +16,11 @@ import pytest
 from moto.s3.models import S3Backend
 from pretend_api import wait_until
 
-import settings
-from pipeline.ray_support import model_cache
+from raymill import settings
+from raymill.ray_support import model_cache
 
 HUB_ID = "owner/name"
-FIND = f"from pipeline.ray_support import model_cache; print(model_cache.find({HUB_ID!r}))"
+FIND = f"from raymill.ray_support import model_cache; print(model_cache.find({HUB_ID!r}))"
 WAIT_S = 60
 
 

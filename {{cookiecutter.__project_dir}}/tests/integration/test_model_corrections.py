@@ -13,10 +13,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import YaRNScalingRotaryEmbedding, get_rope
 
-import settings
-from pipeline.model_config import text_config
-from pipeline.serving import app, model_corrections
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.model_config import text_config
+from raymill.serving import app, model_corrections
+from raymill.serving.options import ServeOptions
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 ROPES: dict[str, dict[str, Any]] = {

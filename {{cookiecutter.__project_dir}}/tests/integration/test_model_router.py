@@ -18,14 +18,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pipeline.serving import accounting, canary
-from pipeline.serving.accounting import RequestRecord
-from pipeline.serving.api_middleware import ApiMiddleware
-from pipeline.serving.canary import CANARY, NO_ROUTES, ROOT, RequestOutcome, Routes, RoutingState
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.metrics_middleware import CLIENT_CLOSED_REQUEST, MetricsMiddleware
-from pipeline.serving.model_router import ModelRouter
-from pipeline.serving.rate_limits import RequestLimits
+from raymill.serving import accounting, canary
+from raymill.serving.accounting import RequestRecord
+from raymill.serving.api_middleware import ApiMiddleware
+from raymill.serving.canary import CANARY, NO_ROUTES, ROOT, RequestOutcome, Routes, RoutingState
+from raymill.serving.keys import ApiKeys
+from raymill.serving.metrics_middleware import CLIENT_CLOSED_REQUEST, MetricsMiddleware
+from raymill.serving.model_router import ModelRouter
+from raymill.serving.rate_limits import RequestLimits
 
 CHUNKS, DELAY_S = 40, 0.05
 UNREACHABLE = "http://127.0.0.1:9"

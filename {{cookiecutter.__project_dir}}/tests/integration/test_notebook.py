@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-import settings
+from raymill import settings
 
 # Answers on the socket as JupyterLab does, and records what other processes and its parent's user could see.
 UV = f"""\
@@ -51,7 +51,7 @@ def home(tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def started(home: Path) -> Iterator[subprocess.Popen[str]]:
     """Start the module with its pipes. In the end, kill it and the stub, whatever the test found."""
-    command = [sys.executable, "-m", "cluster.node.notebook", str(home / "socket")]
+    command = [sys.executable, "-m", "raymill.node.notebook", str(home / "socket")]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=settings.PROJECT, env=os.environ | {"HOME": str(home)}, text=True, **pipes)
     try:
@@ -90,7 +90,7 @@ def test_a_notebook_that_cannot_start_says_why(home: Path) -> None:
 
 def test_without_uv_the_error_says_how_to_get_it(home: Path) -> None:
     (home / ".local" / "bin" / "uv").unlink()
-    command = [sys.executable, "-m", "cluster.node.notebook", str(home / "socket")]
+    command = [sys.executable, "-m", "raymill.node.notebook", str(home / "socket")]
     done = subprocess.run(
         command, cwd=settings.PROJECT, env={"HOME": str(home), "PATH": str(home)}, capture_output=True, text=True
     )

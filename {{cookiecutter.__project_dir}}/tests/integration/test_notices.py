@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cluster.common import bucket, cluster_file, instances
-from cluster.network import free_ports
-from cluster.node import gpu_use, notices, watchdog_head, watchdog_worker
+from raymill.common import bucket, cluster_file, instances
+from raymill.network import free_ports
+from raymill.node import gpu_use, notices, watchdog_head, watchdog_worker
 
 FILE = cluster_file.load()
 JOB = {"submission_id": "finetune-1", "status": "RUNNING", "start_time": 0, "end_time": None, "metadata": None}

@@ -19,20 +19,18 @@ import packed_rows
 import pytest
 from botocore.exceptions import ClientError, ReadTimeoutError
 
-import settings
-from cluster import job_scripts
-from demo import assets as demo_assets
-from pipeline import output_lease
-from pipeline.data.options import PreprocessOptions
-from pipeline.generation.options import GenerateOptions
-from pipeline.output_lease import Holder, Lease, NoLease, S3Store
-from pipeline.quantization.options import QuantizeOptions
-from pipeline.rag.options import EmbedOptions
-from pipeline.ray_support import capacity, cli, job_lease, ray_logging
-from pipeline.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
-from pipeline.training.runtimes import torchrun
-from pipeline.tuning.options import TuneOptions
-from settings import UserError
+from raymill import job_scripts, output_lease, settings
+from raymill.data.options import PreprocessOptions
+from raymill.demo import assets as demo_assets
+from raymill.generation.options import GenerateOptions
+from raymill.output_lease import Holder, Lease, NoLease, S3Store
+from raymill.quantization.options import QuantizeOptions
+from raymill.rag.options import EmbedOptions
+from raymill.ray_support import capacity, cli, job_lease, ray_logging
+from raymill.settings import UserError
+from raymill.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
+from raymill.training.runtimes import torchrun
+from raymill.tuning.options import TuneOptions
 
 LONG_S = 1e6
 ENDED: set[str] = set()
@@ -298,8 +296,8 @@ def test_the_limits_leave_no_time_with_two_writers() -> None:
 
 WRITER = """
 import sys, time
-from pipeline import output_lease
-from pipeline.output_lease import Holder
+from raymill import output_lease
+from raymill.output_lease import Holder
 output_lease.RENEW_INTERVAL_S = float(sys.argv[2])
 me = Holder(cluster="other", job="1", name="first", token="t")
 with output_lease.hold(sys.argv[1], "--output", me, lambda holder: False) as lease:
@@ -376,7 +374,7 @@ def test_a_process_that_torchrun_starts_again_keeps_the_lease(tmp_path: Path, mo
 
 DRIVER = """
 import sys, time
-from pipeline.ray_support import cli, job_lease
+from raymill.ray_support import cli, job_lease
 cli.connect()
 with job_lease.hold(sys.argv[1], "--output"):
     print("holds", flush=True)

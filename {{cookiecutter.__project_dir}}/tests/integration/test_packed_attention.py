@@ -14,14 +14,14 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-import settings
-from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.model_config import text_config
-from pipeline.training import packed_attention
-from pipeline.training.dataset import COLUMNS, Batch, as_batch
-from pipeline.training.options import DDPOptions
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP
+from raymill import settings
+from raymill.data.tokenization import NOT_TRAINED
+from raymill.model_config import text_config
+from raymill.training import packed_attention
+from raymill.training.dataset import COLUMNS, Batch, as_batch
+from raymill.training.options import DDPOptions
+from raymill.training.schedule import BatchPlan
+from raymill.training.strategies import DDP
 
 FIRST, SECOND = 10, 14  # tokens of the two documents
 # the linear attention of Qwen 3.5 carries a state from document to document

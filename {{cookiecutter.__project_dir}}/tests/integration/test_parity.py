@@ -4,7 +4,6 @@ As under torchrun, each rank is a process. The processes are forked from one tha
 """
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from functools import partial
@@ -13,27 +12,23 @@ from typing import Any
 
 import packed_rows
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-import settings
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.fsdp import FSDP
-from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from pipeline.training.runtimes.runtime import SingleProcess
-from pipeline.training.runtimes.torchrun import TorchrunRuntime
-from pipeline.training.strategies import DDP, MakeStrategy
-from pipeline.training.trainer import train
+from raymill import settings
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.runtimes.torchrun import TorchrunRuntime
+from raymill.training.strategies import DDP, MakeStrategy
+from raymill.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
 EXACT, ELASTIC, BF16 = 1e-5, 1e-4, 1e-2
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # `import deepspeed` reads this variable
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["pipeline.training.runtimes.torchrun", "pipeline.training.fsdp", "deepspeed"]
-)  # imported once, before the ranks are forked
 
 Row = dict[str, float]
 Way = Callable[[dict[str, Any]], tuple[TrainOptions, MakeStrategy]]
@@ -200,7 +195,7 @@ def _spread(way: Way, workers: int, changes: dict[str, Any], machines: int = 1) 
     folder.mkdir(exist_ok=True)
     meeting = folder / f"meeting-{options.stop_after}"
     ranks = [
-        PROCESSES.Process(target=_rank, args=(rank, workers, machines, meeting, options, make_strategy))
+        ranks.PROCESSES.Process(target=_rank, args=(rank, workers, machines, meeting, options, make_strategy))
         for rank in range(workers)
     ]
     for rank in ranks:

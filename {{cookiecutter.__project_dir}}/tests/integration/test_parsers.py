@@ -4,7 +4,7 @@ import pytest
 import tool_model
 from families import FAMILIES, Family, template_of
 
-from pipeline.serving import parsers, vllm_arguments
+from raymill.serving import parsers, vllm_arguments
 
 TOKENS = {token for each in parsers.REASONING for token in each.tokens}
 CHOSEN = {

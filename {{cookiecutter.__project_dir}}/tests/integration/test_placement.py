@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-import settings
-from pipeline.ray_support import gang
-from pipeline.ray_support.private import serve as private_serve
-from pipeline.serving import placement
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.ray_support import gang
+from raymill.ray_support.private import serve as private_serve
+from raymill.serving import placement
+from raymill.serving.options import ServeOptions
 
 NODES = [
     {"instance_type": "p4d.24xlarge", "resources": {"CPU": 96, "GPU": 8, "accelerator_type:A100": 1}, "count": 4},

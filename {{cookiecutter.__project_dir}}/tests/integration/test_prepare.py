@@ -20,8 +20,8 @@ from emulated_aws import FILE, NOW, WANTED, edited, in_region, launch_head
 from moto.iam.models import iam_backends
 from rich.console import Console
 
-import settings
-from cluster.aws import (
+from raymill import settings
+from raymill.aws import (
     capacity,
     capacity_blocks,
     cloud_status,
@@ -36,24 +36,24 @@ from cluster.aws import (
     teardown,
     vpc,
 )
-from cluster.aws import target as aws_target
-from cluster.aws.doctor import quotas as doctor_quotas
-from cluster.aws.doctor import reserved
-from cluster.aws.doctor.account import Account
-from cluster.aws.node_reports import NodeReport
-from cluster.aws.target import Aws
-from cluster.common import bucket, cluster_file, instances, prices
-from cluster.emulator import iam, moto_instances, stubs
-from cluster.emulator.api import Api
-from cluster.emulator.consistency import Consistency
-from cluster.emulator.moto_instances import ACCOUNT, IMAGE
-from cluster.emulator.schedules import Schedules
-from cluster.node import spending as node_spending
-from cluster.node import state as node_state
-from cluster.node import watchdog_head
-from cluster.node.spending import Spending
-from instance_types import INSTANCE_TYPES, highest_price
-from pipeline.ray_support.private import cluster_launcher
+from raymill.aws import target as aws_target
+from raymill.aws.doctor import quotas as doctor_quotas
+from raymill.aws.doctor import reserved
+from raymill.aws.doctor.account import Account
+from raymill.aws.node_reports import NodeReport
+from raymill.aws.target import Aws
+from raymill.common import bucket, cluster_file, instances, prices
+from raymill.emulator import iam, moto_instances, stubs
+from raymill.emulator.api import Api
+from raymill.emulator.consistency import Consistency
+from raymill.emulator.moto_instances import ACCOUNT, IMAGE
+from raymill.emulator.schedules import Schedules
+from raymill.instance_types import INSTANCE_TYPES, highest_price
+from raymill.node import spending as node_spending
+from raymill.node import state as node_state
+from raymill.node import watchdog_head
+from raymill.node.spending import Spending
+from raymill.ray_support.private import cluster_launcher
 
 server, aws, assign = emulated_aws.server, emulated_aws.aws, emulated_aws.assign
 

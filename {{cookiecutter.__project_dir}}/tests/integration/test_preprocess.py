@@ -20,18 +20,18 @@ import pytest
 from ray.data import DataContext, ExecutionResources
 from ray.exceptions import RayTaskError
 
-import settings
 from jobs import preprocess
-from pipeline.data import preprocessing, row_sources, rows, shards
-from pipeline.data.options import PreprocessOptions
-from pipeline.data.packed_folder import PackedFolder
-from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.ray_support.capacity import refuse_private_paths
-from pipeline.ray_support.private.data import ShuffleDiskError
-from pipeline.ray_support.progress import time_left
-from pipeline.training import data_report
-from pipeline.training.history import History
+from raymill import settings
+from raymill.data import preprocessing, row_sources, rows, shards
+from raymill.data.options import PreprocessOptions
+from raymill.data.packed_folder import PackedFolder
+from raymill.data.tokenization import NOT_TRAINED
+from raymill.data.tokenizer import load_tokenizer
+from raymill.ray_support.capacity import refuse_private_paths
+from raymill.ray_support.private.data import ShuffleDiskError
+from raymill.ray_support.progress import time_left
+from raymill.training import data_report
+from raymill.training.history import History
 
 GOOD = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]}
 SILENT = {"messages": [{"role": "user", "content": "Say hello."}]}

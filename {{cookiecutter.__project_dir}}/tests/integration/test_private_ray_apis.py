@@ -1,4 +1,4 @@
-"""Test that the private Ray APIs in use exist, and that only pipeline/ray_support/private/ uses them.
+"""Test that the private Ray APIs in use exist, and that only raymill/ray_support/private/ uses them.
 
 After a Ray upgrade, failures in this file show what has changed.
 """
@@ -23,10 +23,10 @@ import ray.autoscaler.v2.instance_manager.config as v2_config
 import torch
 from dependencies import FILES
 
-import settings
-from cluster.aws.source_hash import imports
-from cluster.node import watchdog_head, watchdog_worker
-from pipeline.ray_support.private import (
+from raymill import settings
+from raymill.aws.source_hash import imports
+from raymill.node import watchdog_head, watchdog_worker
+from raymill.ray_support.private import (
     autoscaler,
     cluster_launcher,
     core,
@@ -42,8 +42,8 @@ from pipeline.ray_support.private import (
     train,
     tune,
 )
-from pipeline.serving import haproxy
-from pipeline.serving.rate_limits import RequestLimits
+from raymill.serving import haproxy
+from raymill.serving.rate_limits import RequestLimits
 
 PRIVATE = re.compile(
     r"ray\.(.*\.)?_\w|ray\.(core\.generated|experimental\.internal_kv|dashboard|autoscaler\.v2|train\.v2)\b"
@@ -105,7 +105,7 @@ def test_only_one_package_uses_private_ray_apis() -> None:
     found = [
         use
         for module, file in FILES.items()
-        if not module.startswith("pipeline.ray_support.private.") and module not in EXEMPT
+        if not module.startswith("raymill.ray_support.private.") and module not in EXEMPT
         for use in private_uses(module, ast.parse(file.read_text(encoding="utf-8")))
     ]
     assert found == []
@@ -128,15 +128,15 @@ def test_a_private_use_is_found(code: str) -> None:
     assert list(private_uses("jobs.mine", ast.parse(code)))
 
 
-@pytest.mark.parametrize("module", sorted(name for name in FILES if name.startswith("pipeline.ray_support.private.")))
+@pytest.mark.parametrize("module", sorted(name for name in FILES if name.startswith("raymill.ray_support.private.")))
 def test_a_private_module_imports_nothing_from_this_project(module: str) -> None:
     tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
-    assert not [name for name in imports(tree) if name.startswith(("pipeline", "cluster", "jobs"))]
+    assert not [name for name in imports(tree) if name.startswith(("raymill", "jobs"))]
 
 
 def test_the_watchdog_of_a_worker_stays_small() -> None:
     """A worker's watchdog runs all the time. To save memory, it imports Ray only after a spot notice."""
-    code = "import psutil, sys, cluster.node.watchdog_worker as _; "
+    code = "import psutil, sys, raymill.node.watchdog_worker as _; "
     code += "print(psutil.Process().memory_info().rss, 'ray' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=settings.PROJECT, capture_output=True, text=True, check=True
@@ -282,7 +282,7 @@ def test_serve_llm() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 def test_engine_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.ray_support.private import engine_metrics
+    from raymill.ray_support.private import engine_metrics
 
     logger = engine_metrics.RayPrometheusStatLogger
     for name in ("_gauge_cls", "_counter_cls", "_histogram_cls"):
@@ -318,7 +318,7 @@ def test_engine_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 def test_cpu_lora() -> None:
     """Tokens without an adapter keep their values, whatever the adapters of the other tokens hold."""
-    from pipeline.ray_support.private import cpu_lora
+    from raymill.ray_support.private import cpu_lora
 
     indices = torch.tensor([0, -1, 1, -1])  # the adapters in slots 0 and 1, and none
     inputs, start = torch.rand(4, 3), torch.rand(4, 5)
@@ -345,7 +345,7 @@ def test_cpu_lora() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 def test_the_operations_for_sequences_use_those_of_cpu_lora() -> None:
-    from pipeline.ray_support.private import cpu_lora
+    from raymill.ray_support.private import cpu_lora
 
     start = torch.rand(4, 5)
     slots, lengths = torch.tensor([-1, 1]), torch.tensor([3, 1])

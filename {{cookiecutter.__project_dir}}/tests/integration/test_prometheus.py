@@ -12,17 +12,16 @@ import dashboards
 import pytest
 import ray
 
-import settings
-from cluster import prometheus
-from cluster.target import Connection
+from raymill import prometheus, settings
+from raymill.target import Connection
 
-BOARDS = sorted(path.stem for path in (settings.PROJECT / "cluster" / "dashboards").iterdir())
+BOARDS = sorted(path.stem for path in (settings.PROJECT / "raymill" / "dashboards").iterdir())
 CONNECTION = Connection(dashboard="http://127.0.0.1:9", headers={"Authorization": "Bearer t"}, job_variables={})
 
 
 @pytest.mark.parametrize("board", BOARDS)
 def test_each_panel_has_its_own_place_and_queries(board: str) -> None:
-    content = json.loads((settings.PROJECT / "cluster" / "dashboards" / f"{board}.json").read_text(encoding="utf-8"))
+    content = json.loads((settings.PROJECT / "raymill" / "dashboards" / f"{board}.json").read_text(encoding="utf-8"))
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in content["panels"]}
     assert len(places) == len(content["panels"]) == len({panel["title"] for panel in content["panels"]})
     assert all(target["expr"] for panel in content["panels"] for target in panel["targets"])

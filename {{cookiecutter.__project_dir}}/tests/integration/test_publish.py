@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-import settings
-from pipeline.training import history, model_card
+from raymill import settings
+from raymill.training import history, model_card
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_of_the_test"
 PUBLISH = """
 import sys
-from cluster import publish
-from settings import UserError
+from raymill import publish
+from raymill.settings import UserError
 try:
     print(publish.publish("run", *sys.argv[1:], public=False))
 except UserError as error:

@@ -30,23 +30,23 @@ from ray import serve
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-import settings
-from demo import assets as demo_assets
 from jobs import embed, evaluate_rag, models, serve_rag
 from jobs.embed import EmbedOptions
-from pipeline.rag import deployment, documents, embedding, index, pipeline, problems, ranking
-from pipeline.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
-from pipeline.rag.cross_encoder import CrossEncoder
-from pipeline.rag.embedder import Embedder, EmbeddingModelInfo
-from pipeline.rag.index import ScoredChunk
-from pipeline.rag.ingress import NO_ANSWER
-from pipeline.rag.options import EvaluateRagOptions, RagOptions, Replicas
-from pipeline.rag.pipeline import EmbeddingWorker
-from pipeline.ray_support import job_secrets
-from pipeline.serving import canary, http_server
-from pipeline.serving.options import RAG_APP, ModelsOptions, ServeOptions
-from pipeline.serving.page import HTML, POLICY
-from settings import UserError
+from raymill import settings
+from raymill.demo import assets as demo_assets
+from raymill.rag import deployment, documents, embedding, index, pipeline, problems, ranking
+from raymill.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
+from raymill.rag.cross_encoder import CrossEncoder
+from raymill.rag.embedder import Embedder, EmbeddingModelInfo
+from raymill.rag.index import ScoredChunk
+from raymill.rag.ingress import NO_ANSWER
+from raymill.rag.options import EvaluateRagOptions, RagOptions, Replicas
+from raymill.rag.pipeline import EmbeddingWorker
+from raymill.ray_support import job_secrets
+from raymill.serving import canary, http_server
+from raymill.serving.options import RAG_APP, ModelsOptions, ServeOptions
+from raymill.serving.page import HTML, POLICY
+from raymill.settings import UserError
 
 SOURCES = 5
 NUM_QUESTIONS = 30

@@ -18,13 +18,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pipeline.rag.generator import PROMPT, Generator
-from pipeline.rag.index import ScoredChunk
-from pipeline.rag.ingress import MODEL, NO_ANSWER, Ingress
-from pipeline.serving import accounting
-from pipeline.serving.api_middleware import ApiMiddleware
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.rate_limits import RequestLimits
+from raymill.rag.generator import PROMPT, Generator
+from raymill.rag.index import ScoredChunk
+from raymill.rag.ingress import MODEL, NO_ANSWER, Ingress
+from raymill.serving import accounting
+from raymill.serving.api_middleware import ApiMiddleware
+from raymill.serving.keys import ApiKeys
+from raymill.serving.rate_limits import RequestLimits
 
 SOURCES = [ScoredChunk("a.md", "Apples are red. Pears are green.", 0.9)]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}

@@ -25,16 +25,16 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-import settings
-from cluster.network import free_ports
-from cluster.node import watchdog_worker
-from pipeline.ray_support.private import gcs
-from pipeline.ray_support.private import serve as private_serve
-from pipeline.serving import haproxy, replica_exit
-from pipeline.serving.api_middleware import ApiMiddleware
-from pipeline.serving.errors import ApiError
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.rate_limits import RequestLimits
+from raymill import settings
+from raymill.network import free_ports
+from raymill.node import watchdog_worker
+from raymill.ray_support.private import gcs
+from raymill.ray_support.private import serve as private_serve
+from raymill.serving import haproxy, replica_exit
+from raymill.serving.api_middleware import ApiMiddleware
+from raymill.serving.errors import ApiError
+from raymill.serving.keys import ApiKeys
+from raymill.serving.rate_limits import RequestLimits
 
 LIMITS = RequestLimits(per_minute=1000, at_once=100, max_body=1000, timeout_s=600)
 KEY = "canary-of-this-test"

@@ -13,15 +13,15 @@ import pytest
 import torch
 from rich.console import Console
 
-import settings
-from cluster.aws.target import Aws
-from cluster.common import bucket, cluster_file, prices
-from pipeline.training import data_report, history, preflight, report, storage, trainer
-from pipeline.training.metric_logger import MetricLogger
-from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import SingleProcess
-from pipeline.training.storage import RunFolder
-from pipeline.training.strategies import DDP
+from raymill import settings
+from raymill.aws.target import Aws
+from raymill.common import bucket, cluster_file, prices
+from raymill.training import data_report, history, preflight, report, storage, trainer
+from raymill.training.metric_logger import MetricLogger
+from raymill.training.options import DDPOptions
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.storage import RunFolder
+from raymill.training.strategies import DDP
 
 A100 = "NVIDIA A100-SXM4-40GB"
 STEPS, CHECKPOINT_EVERY = 12, 5

@@ -29,13 +29,13 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import TokenizeParams
 from vllm.tokenizers import get_tokenizer
 
-from cluster.emulator.waiting import slowdown
-from pipeline.serving import accounting, prompt_length
-from pipeline.serving.api_middleware import ApiMiddleware
-from pipeline.serving.app import NO_MEDIA, NO_REDIRECTS, restrict
-from pipeline.serving.body_checks import MAX_ENTRIES, MAX_FIELDS
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.rate_limits import RequestLimits
+from raymill.emulator.waiting import slowdown
+from raymill.serving import accounting, prompt_length
+from raymill.serving.api_middleware import ApiMiddleware
+from raymill.serving.app import NO_MEDIA, NO_REDIRECTS, restrict
+from raymill.serving.body_checks import MAX_ENTRIES, MAX_FIELDS
+from raymill.serving.keys import ApiKeys
+from raymill.serving.rate_limits import RequestLimits
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")

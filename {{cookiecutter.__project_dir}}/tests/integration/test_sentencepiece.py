@@ -9,8 +9,8 @@ import pytest
 import sentencepiece
 from transformers import LlamaConfig
 
-from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
+from raymill.data.tokenization import DocumentTokenizer
+from raymill.data.tokenizer import load_tokenizer, tokenizer_hash
 
 AS_LLAMA = {
     "normalization_rule_name": "identity",

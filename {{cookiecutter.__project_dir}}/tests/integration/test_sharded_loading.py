@@ -23,12 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import settings
-from pipeline.training import model_io, parameters
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.fsdp import FSDP
-from pipeline.training.options import DeepSpeedOptions, FSDPOptions
-from pipeline.training.schedule import BatchPlan
+from raymill import settings
+from raymill.training import model_io, parameters
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.options import DeepSpeedOptions, FSDPOptions
+from raymill.training.schedule import BatchPlan
 
 RANKS = 2
 SIZES = {

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import settings
 from jobs import finetune_ddp, preprocess
-from pipeline.data.options import PreprocessOptions
-from pipeline.training.options import DDPOptions
+from raymill import settings
+from raymill.data.options import PreprocessOptions
+from raymill.training.options import DDPOptions
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-import settings
-from cluster.aws import authorized_keys, ssh, ssh_config, vpc
-from cluster.aws.ssh import SshHead
-from cluster.common import cluster_file, instances
+from raymill import settings
+from raymill.aws import authorized_keys, ssh, ssh_config, vpc
+from raymill.aws.ssh import SshHead
+from raymill.common import cluster_file, instances
 
 
 def shown_config(head: SshHead) -> dict[str, str]:

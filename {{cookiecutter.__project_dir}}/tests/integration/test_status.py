@@ -9,9 +9,8 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 
-import settings
-from cluster import status, submission
-from cluster.target import CloudStatus, Connection, NotOnCluster
+from raymill import settings, status, submission
+from raymill.target import CloudStatus, Connection, NotOnCluster
 
 CONNECTION = Connection(dashboard="http://127.0.0.1:8265", headers={}, job_variables={})
 NODE: dict[str, Any] = {

@@ -14,9 +14,9 @@ from vllm.parser import harmony  # noqa: F401  # registers its tags
 from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
 
-from pipeline.serving import structural_tags
-from pipeline.serving.grammar_worker import Vocabulary, limits, tokenizer_of
-from pipeline.serving.parsers import TOOL_CALLS
+from raymill.serving import structural_tags
+from raymill.serving.grammar_worker import Vocabulary, limits, tokenizer_of
+from raymill.serving.parsers import TOOL_CALLS
 
 BYTES = [bytes([number]) for number in range(256)]
 EOS = 256

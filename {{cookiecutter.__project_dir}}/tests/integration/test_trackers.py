@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from pipeline.training.options import DDPOptions
-from pipeline.training.storage import RunFolder
-from pipeline.training.trackers import EXPERIMENT, Trackers
+from raymill import settings
+from raymill.training.options import DDPOptions
+from raymill.training.storage import RunFolder
+from raymill.training.trackers import EXPERIMENT, Trackers
 
 ROWS = [{"step": float(step), "loss": 3.0 / step} for step in range(1, 7)]
 

@@ -18,13 +18,13 @@ from ray import serve
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http import auto
 
-from cluster.network import free_ports
-from pipeline.ray_support.private import http_protocol
-from pipeline.ray_support.private import serve as private_serve
-from pipeline.serving import haproxy
-from pipeline.serving.api_middleware import ApiMiddleware
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.rate_limits import RequestLimits
+from raymill.network import free_ports
+from raymill.ray_support.private import http_protocol
+from raymill.ray_support.private import serve as private_serve
+from raymill.serving import haproxy
+from raymill.serving.api_middleware import ApiMiddleware
+from raymill.serving.keys import ApiKeys
+from raymill.serving.rate_limits import RequestLimits
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 

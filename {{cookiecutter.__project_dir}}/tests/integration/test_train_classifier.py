@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import settings
 from jobs import train_classifier
 from jobs.train_classifier import ClassifierOptions
-from pipeline.training import digits
+from raymill import settings
+from raymill.training import digits
 
 torch.set_num_threads(1)  # with tensors this small, several threads would only wait for one another
 

@@ -43,14 +43,14 @@ from transformers import (
 )
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
-import settings
-from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.training import checkpoints, deepspeed_zero, model_io, preflight, schedule, storage, weight_files
-from pipeline.training.dataset import COLUMNS, Batch, PackedRows, read_manifest
-from pipeline.training.options import DDPOptions, DeepSpeedOptions
-from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
-from pipeline.training.strategies import DDP, StateCopier
-from pipeline.training.trainer import PackedSource, train
+from raymill import settings
+from raymill.data.tokenization import NOT_TRAINED
+from raymill.training import checkpoints, deepspeed_zero, model_io, preflight, schedule, storage, weight_files
+from raymill.training.dataset import COLUMNS, Batch, PackedRows, read_manifest
+from raymill.training.options import DDPOptions, DeepSpeedOptions
+from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
+from raymill.training.strategies import DDP, StateCopier
+from raymill.training.trainer import PackedSource, train
 
 SEQUENCE_LENGTH = 64
 TRAIN_ROWS, EVAL_ROWS = 13 + 8, 5  # neither is a multiple of the batch size
@@ -908,7 +908,7 @@ def test_options_for_sharded_parameters_need_stage_3(option: str) -> None:
 
 
 def test_the_loop_does_not_import_ray() -> None:
-    modules = "pipeline.training.trainer, pipeline.training.deepspeed_zero, pipeline.training.preflight"
+    modules = "raymill.training.trainer, raymill.training.deepspeed_zero, raymill.training.preflight"
     code = f"import sys; sys.modules['ray'] = None; import {modules}"
     environment = os.environ | {"PYTHONPATH": str(settings.PROJECT)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -11,13 +11,13 @@ import pytest
 from pydantic import ValidationError
 from ray.tune.schedulers import TrialScheduler
 
-import settings
 from jobs import tune
-from pipeline.training.options import DDPOptions
-from pipeline.training.schedule import check_batches
-from pipeline.tuning import search, trials
-from pipeline.tuning.options import TuneOptions
-from pipeline.tuning.trials import Outcome, Trial
+from raymill import settings
+from raymill.training.options import DDPOptions
+from raymill.training.schedule import check_batches
+from raymill.tuning import search, trials
+from raymill.tuning.options import TuneOptions
+from raymill.tuning.trials import Outcome, Trial
 
 SEED = 1286
 RATES = {"low": 1e-6, "high": 1e4}  # with SEED, a model learns at the first rate that is drawn, but not at the second

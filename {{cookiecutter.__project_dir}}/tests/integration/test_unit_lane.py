@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import settings
+from raymill import settings
 
 CODE = """
 import sys

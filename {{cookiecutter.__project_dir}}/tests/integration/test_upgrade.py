@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import upgrade
+from raymill import upgrade
 
 
 @pytest.fixture

@@ -14,16 +14,15 @@ import pytest
 from processes import verb_command
 from rich.console import Console
 
-import settings
-from cluster import usage
-from cluster.aws.target import Aws
-from cluster.common import bucket, cluster_file
-from cluster.local import state
-from cluster.local.target import Local
-from cluster.node import log_shipping
-from pipeline.serving import access_log, accounting, engine_hook
-from pipeline.serving.access_log import AccessLog
-from pipeline.serving.accounting import RequestRecord
+from raymill import settings, usage
+from raymill.aws.target import Aws
+from raymill.common import bucket, cluster_file
+from raymill.local import state
+from raymill.local.target import Local
+from raymill.node import log_shipping
+from raymill.serving import access_log, accounting, engine_hook
+from raymill.serving.access_log import AccessLog
+from raymill.serving.accounting import RequestRecord
 
 NOW = datetime.datetime.now(datetime.UTC)
 

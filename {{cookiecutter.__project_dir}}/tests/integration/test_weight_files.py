@@ -18,8 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from pipeline.training import weight_files
-from pipeline.training.weight_files import Weight
+from raymill.training import weight_files
+from raymill.training.weight_files import Weight
 
 SIZES = {
     "vocab_size": 64,

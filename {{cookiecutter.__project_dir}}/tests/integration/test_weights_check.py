@@ -28,9 +28,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pipeline.rag import cross_encoder
-from pipeline.training import weights_check
-from settings import UserError
+from raymill.rag import cross_encoder
+from raymill.settings import UserError
+from raymill.training import weights_check
 
 Weights = dict[str, torch.Tensor]
 SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}

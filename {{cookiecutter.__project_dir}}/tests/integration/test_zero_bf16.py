@@ -12,14 +12,13 @@ import pytest
 import ranks
 import torch
 from torch import distributed
-from torch.multiprocessing.spawn import spawn
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import settings
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.options import DeepSpeedOptions
-from pipeline.training.schedule import BatchPlan
+from raymill import settings
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.options import DeepSpeedOptions
+from raymill.training.schedule import BatchPlan
 
 pytestmark = pytest.mark.nightly  # because it takes a minute and a half
 RANKS, PASSES, STEPS = 2, 8, 3
@@ -38,9 +37,9 @@ SCALE = 0.1
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return what rank 0 observed, keyed by case."""
     folder = tmp_path_factory.mktemp("zero")
-    spawn(_train, (folder,), nprocs=RANKS)
+    ranks.run(_train, (folder,), RANKS)
     (folder / "store").unlink()
-    spawn(_continue_alone, (folder,), nprocs=1)
+    ranks.run(_continue_alone, (folder,), 1)
     return json.loads((folder / "seen.json").read_text())
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from cluster.common.limits import LimitsSection
-from cluster.node import activity, ray_jobs
-from cluster.node.activity import Activity
+from raymill.common.limits import LimitsSection
+from raymill.node import activity, ray_jobs
+from raymill.node.activity import Activity
 
 NOW = 1_000_000.0
 

@@ -3,7 +3,7 @@
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 
-from cluster.aws import aws_errors
+from raymill.aws import aws_errors
 
 
 def answer(code: str, message: str = "", operation: str = "RunInstances") -> ClientError:

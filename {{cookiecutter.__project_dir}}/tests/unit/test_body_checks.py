@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.serving.body_checks import (
+from raymill.serving.body_checks import (
     MAX_DEPTH,
     MAX_ENTRIES,
     MAX_FIELDS,

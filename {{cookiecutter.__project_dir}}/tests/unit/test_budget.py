@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from cluster.aws import budget
+from raymill import settings
+from raymill.aws import budget
 
 
 def parameters(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> dict[str, str]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from cluster.common import cluster_file
+from raymill import settings
+from raymill.common import cluster_file
 
 
 def changed(folder: Path, old: str, new: str) -> Path:

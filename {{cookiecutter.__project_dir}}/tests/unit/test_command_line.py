@@ -8,8 +8,8 @@ import pytest
 from invoke import Argument, Collection, Context, Exit
 from verbs import parsed
 
-from cluster import command_line
-from cluster.emulator import sandbox
+from raymill import command_line
+from raymill.emulator import sandbox
 
 
 def sentence(tasks: ModuleType, words: list[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.ray_support import compile_cache
+from raymill.ray_support import compile_cache
 
 
 def test_only_empty_libraries_that_no_linker_writes_are_removed(

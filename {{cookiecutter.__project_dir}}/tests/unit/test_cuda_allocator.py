@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.training import cuda_allocator
+from raymill.training import cuda_allocator
 
 GPU = torch.device("cuda", 0)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import settings
-from cluster.common import bucket, cluster_file, instances
-from cluster.common.limits import LimitsSection
-from cluster.node import (
+from raymill import settings
+from raymill.common import bucket, cluster_file, instances
+from raymill.common.limits import LimitsSection
+from raymill.node import (
     disk_use,
     gpu_use,
     log_shipping,
@@ -30,7 +30,7 @@ FILE = cluster_file.load()
 GB = 10**9
 FULL_LOG = """
 import sys
-from cluster.node import process
+from raymill.node import process
 process.write_log()
 for _ in range(3):
     process.log.warning("no space for this line")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import settings
-from pipeline.serving import engine_arguments
-from pipeline.serving.options import ServeOptions
+from raymill import settings
+from raymill.serving import engine_arguments
+from raymill.serving.options import ServeOptions
 
 ACCEPTED: list[dict[str, Any]] = [
     {},

@@ -11,12 +11,12 @@ from pdf_files import pdf
 from pyarrow.fs import LocalFileSystem
 from pypdf import PdfWriter
 
-from pipeline.data.files import InputFile, InputFiles
-from pipeline.rag import decoding, documents, extraction
-from pipeline.rag.documents import Document, Problem
-from pipeline.rag.extraction import Part
-from pipeline.rag.reader import Reader
-from settings import UserError
+from raymill.data.files import InputFile, InputFiles
+from raymill.rag import decoding, documents, extraction
+from raymill.rag.documents import Document, Problem
+from raymill.rag.extraction import Part
+from raymill.rag.reader import Reader
+from raymill.settings import UserError
 
 
 def encrypted(user: str, owner: str, algorithm: str) -> bytes:
@@ -220,7 +220,7 @@ def test_deep_pages_are_read(tag: str) -> None:
 
 def test_a_page_that_hangs_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Reader(cpu_s=1)
-    monkeypatch.setattr("pipeline.rag.reader.shared", lambda: child)
+    monkeypatch.setattr("raymill.rag.reader.shared", lambda: child)
     texts, [problem] = read(tmp_path, "a.html", b"<div>" * 200_000)
     assert texts == {}
     assert problem.message == f"{tmp_path}/a.html takes more than 1 s to read. Split, replace or remove it."

@@ -7,11 +7,10 @@ import pytest
 from invoke import Exit
 from rich.console import Console
 
-import settings
-from cluster import fit
-from cluster.common import cluster_file, gpu_types
-from cluster.fit import GIB, Gpu, Measured
-from instance_types import INSTANCE_TYPES
+from raymill import fit, settings
+from raymill.common import cluster_file, gpu_types
+from raymill.fit import GIB, Gpu, Measured
+from raymill.instance_types import INSTANCE_TYPES
 
 
 class StubbedGpu(Gpu):

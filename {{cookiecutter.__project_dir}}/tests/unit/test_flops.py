@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 
-from pipeline.training import flops
+from raymill.training import flops
 
 ROWS, LENGTH = 2, 64
 SIZES: dict[str, Any] = {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from cluster.node import gpu_check, metadata, nvme
-from instance_types import INSTANCE_TYPES, InstanceType
+from raymill import settings
+from raymill.instance_types import INSTANCE_TYPES, InstanceType
+from raymill.node import gpu_check, metadata, nvme
 
 P4D = INSTANCE_TYPES["p4d.24xlarge"]
 SOUND = "580.95.05, 0"

@@ -7,12 +7,12 @@ from typing import Any
 import botocore.exceptions
 import pytest
 
-import settings
-from cluster.aws import capacity, launcher_file, quotas, vpc
-from cluster.common import cluster_file, gpu_types, prices
-from cluster.common.cluster_file import ClusterFile
-from instance_types import INSTANCE_TYPES
-from pipeline.ray_support import gpu_section
+from raymill import settings
+from raymill.aws import capacity, launcher_file, quotas, vpc
+from raymill.common import cluster_file, gpu_types, prices
+from raymill.common.cluster_file import ClusterFile
+from raymill.instance_types import INSTANCE_TYPES
+from raymill.ray_support import gpu_section
 
 OWN = gpu_types.in_cluster_yaml(cluster_file.load())
 ZONES = [f"{cluster_file.load().region}{letter}" for letter in "abd"]
@@ -82,7 +82,7 @@ def test_serving_has_its_own_nodes_which_training_never_uses(use: Use) -> None:
 
 
 def test_an_unknown_type_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"p9\.48xlarge is not in instance_types\.py\. Use one of: p4d\.24xlarge, "):
+    with pytest.raises(ValueError, match=r"p9\.48xlarge is not in raymill/instance_types\.py\. Use one of: p4d"):
         gpu_section.GpuSection(instance_types=("p9.48xlarge",))
     with pytest.raises(settings.UserError, match=r"p9\.48xlarge, an InstanceType in cluster/cluster\.yaml, is not in"):
         gpu_types.find("p9.48xlarge")

@@ -11,9 +11,9 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data import row_sources
-from pipeline.rag import documents
-from settings import UserError
+from raymill.data import row_sources
+from raymill.rag import documents
+from raymill.settings import UserError
 
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import AnyUrl, BaseModel, Field, TypeAdapter
 
-from pipeline.serving.grammar_worker import Vocabulary, compile_error, grammar_of, tokenizer_of
+from raymill.serving.grammar_worker import Vocabulary, compile_error, grammar_of, tokenizer_of
 
 EOS = 256
 

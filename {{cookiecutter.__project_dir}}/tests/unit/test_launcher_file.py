@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.aws import launcher_file, reservation, vpc
-from cluster.aws.reservation import Reservation
-from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile, NodeType
-from cluster.node import state
+from raymill.aws import launcher_file, reservation, vpc
+from raymill.aws.reservation import Reservation
+from raymill.common import cluster_file
+from raymill.common.cluster_file import ClusterFile, NodeType
+from raymill.node import state
 
 NOW = datetime.datetime.now(datetime.UTC)
 END = NOW + datetime.timedelta(hours=24)

@@ -12,15 +12,13 @@ import pytest
 from invoke import Collection, Context, Exit
 from verbs import parsed
 
-import sections
-import settings
-from cluster import job_scripts
+from raymill import job_scripts, sections, settings
 
-ONLY_LOCAL = ("cluster/local", "cluster/emulator", "demo")
+ONLY_LOCAL = ("raymill/local", "raymill/emulator", "raymill/demo")
 """Folders whose messages name local clusters, or belong to no verb that starts a cluster."""
 CODE = [
     path
-    for part in ("tasks.py", "settings.py", "cluster", "jobs", "pipeline")
+    for part in ("tasks.py", "jobs", "raymill")
     for path in sorted(
         (settings.PROJECT / part).rglob("*.py") if (settings.PROJECT / part).is_dir() else [settings.PROJECT / part]
     )
@@ -194,7 +192,7 @@ def test_ctrl_c_proposes_commands_for_the_same_target(
         raise KeyboardInterrupt
 
     monkeypatch.setenv(settings.TARGET, "local")
-    monkeypatch.setattr("cluster.targets.get", interrupted)
+    monkeypatch.setattr("raymill.targets.get", interrupted)
     for verb in ("up", "down", "prepare", "status"):
         with pytest.raises(Exit) as end:
             getattr(tasks, verb).body(Context(), target=target)

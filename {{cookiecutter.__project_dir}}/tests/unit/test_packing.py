@@ -15,14 +15,14 @@ from families import train_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import settings
-from pipeline.data.chat_template import CHATML, CHATML_TOKENS, ChatTemplate
-from pipeline.data.document_encoder import _count_until
-from pipeline.data.examples import BadRow, Conversation, to_json
-from pipeline.data.packing import pack
-from pipeline.data.row_formats import read_example
-from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
-from pipeline.data.tokenizer import load_tokenizer, read_template, tokenizer_hash
+from raymill import settings
+from raymill.data.chat_template import CHATML, CHATML_TOKENS, ChatTemplate
+from raymill.data.document_encoder import _count_until
+from raymill.data.examples import BadRow, Conversation, to_json
+from raymill.data.packing import pack
+from raymill.data.row_formats import read_example
+from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
+from raymill.data.tokenizer import load_tokenizer, read_template, tokenizer_hash
 
 UNMARKED = re.sub(r"\{%-? (end)?generation %\}", "", read_template(CHATML) or "")
 SYSTEM = {"role": "system", "content": "Answer briefly."}
@@ -268,7 +268,7 @@ def test_a_span_that_ends_in_a_decomposed_character_ends_at_its_token() -> None:
 
 def test_a_template_that_never_ends_a_turn_is_refused(chatml_folder: str) -> None:
     with pytest.raises(
-        settings.UserError, match=r"would never stop: .*; set chat_template in \[preprocess\] to pipeline/"
+        settings.UserError, match=r"would never stop: .*; set chat_template in \[preprocess\] to raymill/"
     ):
         DocumentTokenizer(chatml_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
 

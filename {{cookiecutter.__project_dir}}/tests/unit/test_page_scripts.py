@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 
-from pipeline.serving.page import FOLDER, HTML
+from raymill.serving.page import FOLDER, HTML
 
 PACKAGES = json.loads((FOLDER / "third_party" / "packages.json").read_text(encoding="utf-8"))
 FILES = {name: file for package in PACKAGES.values() for name, file in package["files"].items()}

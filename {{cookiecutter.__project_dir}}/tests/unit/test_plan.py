@@ -20,7 +20,6 @@ from rich.console import Console
 from torch import distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import spawn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,24 +33,23 @@ from transformers import (
     T5Config,
 )
 
-import settings
-from cluster import settings_file
-from cluster.common import cluster_file
-from cluster.planner import estimate, memory, plan, report, serving
-from cluster.planner.estimate import ModelPlan
-from cluster.planner.memory import GATHER_WITHIN_INSTANCES, METHODS, Method, Training
-from cluster.planner.shape import LORA_RANK, Shape, shape_of
-from instance_types import INSTANCE_TYPES
-from pipeline.ray_support import gpu_section
-from pipeline.serving.options import ServeOptions
-from pipeline.training import chunked_loss, deepspeed_zero
-from pipeline.training.dataset import Batch
-from pipeline.training.deepspeed_zero import ZeRO
-from pipeline.training.fsdp import FSDP
-from pipeline.training.model_io import decoder_layers, load_model
-from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
-from pipeline.training.schedule import BatchPlan, check_batches
-from pipeline.training.strategies import DDP, Strategy
+from raymill import settings, settings_file
+from raymill.common import cluster_file
+from raymill.instance_types import INSTANCE_TYPES
+from raymill.planner import estimate, memory, plan, report, serving
+from raymill.planner.estimate import ModelPlan
+from raymill.planner.memory import GATHER_WITHIN_INSTANCES, METHODS, Method, Training
+from raymill.planner.shape import LORA_RANK, Shape, shape_of
+from raymill.ray_support import gpu_section
+from raymill.serving.options import ServeOptions
+from raymill.training import chunked_loss, deepspeed_zero
+from raymill.training.dataset import Batch
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.model_io import decoder_layers, load_model
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
+from raymill.training.schedule import BatchPlan, check_batches
+from raymill.training.strategies import DDP, Strategy
 
 TINY = {
     "vocab_size": 320,
@@ -118,7 +116,7 @@ def test_states_match_the_zero_paper(llama: Shape, stage: int, gigabytes: float)
 
 def test_states_match_live_engines(tmp_path: Path) -> None:
     """Compare with the peak size of parameters, gradients and optimizer states after the backward passes of a step."""
-    spawn(_count_states, (tmp_path,), nprocs=RANKS)
+    ranks.run(_count_states, (tmp_path,), RANKS)
     counted = json.loads((tmp_path / "counted.json").read_text())
     shape = shape_of(LlamaConfig(**TINY))
     predicted = {}

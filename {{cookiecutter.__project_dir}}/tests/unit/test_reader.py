@@ -12,10 +12,10 @@ import psutil
 import pytest
 from pdf_files import pdf
 
-import settings
-from pipeline.rag import reader
-from pipeline.rag.decoding import BadDocument
-from pipeline.rag.reader import Reader
+from raymill import settings
+from raymill.rag import reader
+from raymill.rag.decoding import BadDocument
+from raymill.rag.reader import Reader
 
 DEEP = b"<div>" * 200_000  # the parser takes minutes, because each tag looks through all open elements
 
@@ -106,7 +106,7 @@ def test_pages_that_nobody_wants_do_not_appear_in_the_next_document(child: Reade
 def test_the_child_ends_with_its_parent(data: bytes) -> None:
     code = f"""
 import sys
-from pipeline.rag import reader
+from raymill.rag import reader
 child = reader.Reader(cpu_s=1)
 list(child.read(".html", b"<p>one"))
 print(child._child[0].pid, flush=True)

@@ -12,9 +12,9 @@ import pytest
 from families import FAMILIES, Family, add_tokens, template_of
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.data.chat_template import ChatTemplate, TemplateRejection
-from pipeline.data.examples import Conversation, Message
-from pipeline.data.template_renderer import RenderedText
+from raymill.data.chat_template import ChatTemplate, TemplateRejection
+from raymill.data.examples import Conversation, Message
+from raymill.data.template_renderer import RenderedText
 
 MORE_FAMILIES = FAMILIES | {
     "EXAONE 4": Family("LGAI-EXAONE-EXAONE-4.0-32B", ("[|endofturn|]",)),

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import row_sources
-from pipeline.data.examples import BadRow, Completion, Conversation, decode, from_json, to_json
-from pipeline.data.messages import ROLES
-from pipeline.data.row_formats import COLUMNS, format_of, read_example
-from settings import UserError
+from raymill.data import row_sources
+from raymill.data.examples import BadRow, Completion, Conversation, decode, from_json, to_json
+from raymill.data.messages import ROLES
+from raymill.data.row_formats import COLUMNS, format_of, read_example
+from raymill.settings import UserError
 
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 from invoke import Collection, Context, Exit
 
-import sections
-import settings
-from cluster import job_scripts, targets
-from pipeline.ray_support import cli
-from pipeline.serving.options import ModelsOptions
-from pipeline.training.options import DDPOptions
+from raymill import job_scripts, sections, settings, targets
+from raymill.ray_support import cli
+from raymill.serving.options import ModelsOptions
+from raymill.training.options import DDPOptions
 
 CODE = [
     settings.PROJECT / "tasks.py",
-    *(path for part in ("cluster", "jobs", "pipeline", "demo") for path in (settings.PROJECT / part).rglob("*.py")),
+    *(path for part in ("jobs", "raymill") for path in (settings.PROJECT / part).rglob("*.py")),
 ]
 TEXT = settings.FILE.read_text()
 
@@ -187,12 +185,13 @@ def test_every_section_that_the_code_reads_is_registered_and_the_other_way_round
 def test_a_section_of_an_own_job_needs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "mine.py").write_text(
-        "import torch_of_mine\nfrom settings import Section\nclass Options(Section):\n    rows: int\n"
+        "import torch_of_mine\nfrom raymill.settings import Section\nclass Options(Section):\n    rows: int\n"
     )
-    (tmp_path / "settings.py").write_text("class Section: ...\n")
+    (tmp_path / "raymill").mkdir()
+    (tmp_path / "raymill" / "settings.py").write_text("class Section: ...\n")
     monkeypatch.setattr(settings, "PROJECT", tmp_path)
     text = "[mine]\nrow = 1\n"
-    assert "add a new section to SECTIONS in sections.py" in error(tmp_path, text)
+    assert "add a new section to SECTIONS in raymill/sections.py" in error(tmp_path, text)
     monkeypatch.setattr(sections, "SECTIONS", (sections.Entry("jobs.mine.Options", ("mine",)),))
     assert (
         error(tmp_path, text) == "settings.toml line 2, key mine.row: no such key. Did you mean rows? Correct that line"

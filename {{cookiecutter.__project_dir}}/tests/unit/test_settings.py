@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from pipeline.ray_support import cli
-from pipeline.training.options import DeepSpeedOptions
+from raymill import settings
+from raymill.ray_support import cli
+from raymill.training.options import DeepSpeedOptions
 
 
 class Example(settings.Section):

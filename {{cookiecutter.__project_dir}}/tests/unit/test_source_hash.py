@@ -5,25 +5,25 @@ from pathlib import Path
 
 import pytest
 
-import settings
-from cluster.aws import launcher_file, node_code
-from cluster.common import cluster_file
+from raymill import settings
+from raymill.aws import launcher_file, node_code
+from raymill.common import cluster_file
 
-WATCHDOG = "cluster/node/watchdog_head.py"
-IMPORTED = ["cluster/node/spending.py", "cluster/common/prices.py", "settings.py", "instance_types.py"]
-IN_A_FUNCTION = "pipeline/ray_support/private/gcs.py"
-ELSEWHERE = ["pipeline/training/trainer.py", "cluster/aws/target.py", "cluster/planner/plan.py", "tasks.py"]
+WATCHDOG = "raymill/node/watchdog_head.py"
+IMPORTED = ["raymill/node/spending.py", "raymill/common/prices.py", "raymill/settings.py", "raymill/instance_types.py"]
+IN_A_FUNCTION = "raymill/ray_support/private/gcs.py"
+ELSEWHERE = ["raymill/training/trainer.py", "raymill/aws/target.py", "raymill/planner/plan.py", "tasks.py"]
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copy the project's code, and let the hash be that of the copy."""
-    for folder in ("cluster", "pipeline"):
-        shutil.copytree(settings.PROJECT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(settings.PROJECT / "raymill", tmp_path / "raymill", ignore=skipped)
     for file in settings.PROJECT.glob("*.py"):
         shutil.copy(file, tmp_path)
-    monkeypatch.setattr(node_code, "ON_NODES", tmp_path / "cluster" / "node")
-    monkeypatch.setattr(launcher_file, "AT_START", tmp_path / "pipeline" / "serving" / "haproxy.py")
+    monkeypatch.setattr(node_code, "ON_NODES", tmp_path / "raymill" / "node")
+    monkeypatch.setattr(launcher_file, "AT_START", tmp_path / "raymill" / "serving" / "haproxy.py")
     monkeypatch.setattr(settings, "PROJECT", tmp_path)
     return tmp_path
 
@@ -55,11 +55,11 @@ def test_an_edit_of_the_watchdog_does_not_set_up_the_head_again(project: Path) -
 
 def test_an_edit_of_what_ray_starts_with_does(project: Path) -> None:
     before = launcher_file.resolved(cluster_file.load()).digest
-    edit(project / "pipeline" / "serving" / "haproxy.py")
+    edit(project / "raymill" / "serving" / "haproxy.py")
     assert launcher_file.resolved(cluster_file.load()).digest != before
 
 
 def test_a_new_file_on_the_nodes_changes_the_hash(project: Path) -> None:
     before = node_code.digest()
-    (project / "cluster" / "node" / "new.py").touch()
+    (project / "raymill" / "node" / "new.py").touch()
     assert node_code.digest() != before

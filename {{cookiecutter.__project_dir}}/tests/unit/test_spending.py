@@ -12,13 +12,13 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError, ConnectTimeoutError
 
-import settings
-from cluster.common import cluster_file, prices
-from cluster.common.instances import Instance
-from cluster.common.limits import LimitsSection
-from cluster.node import spending, state, watchdog_head
-from cluster.node.spending import Spending
-from instance_types import highest_price
+from raymill import settings
+from raymill.common import cluster_file, prices
+from raymill.common.instances import Instance
+from raymill.common.limits import LimitsSection
+from raymill.instance_types import highest_price
+from raymill.node import spending, state, watchdog_head
+from raymill.node.spending import Spending
 
 FILE = cluster_file.load()
 P5, HEAD = "p5.48xlarge", "m6i.2xlarge"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-import settings
-from pipeline.training import transport
+from raymill import settings
+from raymill.training import transport
 
 EFA = """\
 ip-10-0-10-221:78499:78499 [0] NCCL INFO NCCL version 2.29.2+cuda12.8

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import settings
-from cluster.common import cluster_file
-from cluster.common.limits import LimitsSection
-from cluster.node import autoscaler_log, watchdog_head, watchdog_worker
-from pipeline.serving import haproxy, rate_limits
+from raymill import settings
+from raymill.common import cluster_file
+from raymill.common.limits import LimitsSection
+from raymill.node import autoscaler_log, watchdog_head, watchdog_worker
+from raymill.serving import haproxy, rate_limits
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's time zone, as in Ray's logs
 

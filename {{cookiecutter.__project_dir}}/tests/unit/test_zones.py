@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-import settings
-from cluster.aws import stack, vpc, zones
-from cluster.aws.vpc import Network, NetworkSection
-from cluster.common import prices
-from cluster.common.cluster_file import ClusterFile
+from raymill import settings
+from raymill.aws import stack, vpc, zones
+from raymill.aws.vpc import Network, NetworkSection
+from raymill.common import prices
+from raymill.common.cluster_file import ClusterFile
 
 HEAD, CPU, GPU, FALLBACK, SERVING = "m6i.2xlarge", "m6i.8xlarge", "p5.48xlarge", "p4d.24xlarge", "g6e.xlarge"
 PRICES = dict(zip("abcdef", (6.0, 5.0, 4.0, 3.0, 2.0, 1.0), strict=True))

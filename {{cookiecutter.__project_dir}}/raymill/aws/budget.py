@@ -1,0 +1,28 @@
+"""Reads [cluster.budget], from which the stack creates an AWS budget that warns by e-mail."""
+
+from pydantic import Field, model_validator
+
+from raymill import settings
+
+
+class BudgetSection(settings.Section):
+    """[cluster.budget] of settings.toml."""
+
+    dollars_per_month: float = Field(default=0, ge=0, allow_inf_nan=False)
+    """What the whole account may cost in a month, including other projects. 0: no budget."""
+    email: str = ""
+    """Address that gets the warnings."""
+
+    @model_validator(mode="after")
+    def _check_email(self) -> "BudgetSection":
+        if self.dollars_per_month and "@" not in self.email:
+            raise ValueError("a budget warns by e-mail. Set email, or set dollars_per_month = 0")
+        return self
+
+
+def stack_parameters() -> dict[str, str]:
+    """Return the stack's parameters for the budget, or {} if the settings have none."""
+    section = settings.load(BudgetSection, "budget", profile="cluster")
+    if not section.dollars_per_month:
+        return {}
+    return {"BudgetDollars": f"{section.dollars_per_month:.2f}", "BudgetEmail": section.email}

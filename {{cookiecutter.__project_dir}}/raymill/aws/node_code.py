@@ -1,0 +1,33 @@
+"""The code that a node runs outside of jobs: the watchdog, the copying of logs, and all that these import.
+
+If only this code changes, `inv up` copies it to the running nodes and restarts these processes there. Ray and jobs go
+on.
+"""
+
+from raymill import settings
+from raymill.aws import head, images, launcher_file, ray_up, source_hash, ssh
+from raymill.common import instances
+from raymill.common.cluster_file import ClusterFile
+
+ON_NODES = settings.PROJECT / "raymill" / "node"
+
+
+def follow(file: ClusterFile, running: instances.Instance) -> None:
+    """Give the running nodes the code of this project's folder, if theirs differs.
+
+    Raises:
+        settings.UserError: a node could not be reached, or its watchdog does not run with the new code.
+    """
+    current = digest()
+    if running.tags.get(instances.NODE_CODE_TAG) == current:
+        return
+    print("the code of the watchdog has changed, so it is copied to the nodes and restarts there; jobs go on")
+    launcher_file.write(images.keep(file, running))
+    ray_up.copy_files()
+    print(ssh.find_head(file).run("cd ~/project && python -m raymill.node.restart head").strip())
+    head.tag(file, {instances.NODE_CODE_TAG: current})
+
+
+def digest() -> str:
+    """Return a hash of the code that a node runs outside of jobs."""
+    return source_hash.of(ON_NODES.glob("*.py"))

@@ -1,0 +1,159 @@
+"""Find the files of an input, which is a file, a folder, a glob or a URI."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.fs
+from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
+
+from raymill.data import hub, table_formats
+from raymill.printable import printable
+from raymill.settings import UserError
+
+WILDCARD = re.compile(r"[*?[]")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+NAMES_SHOWN = 5
+
+
+class InputFile(NamedTuple):
+    """One file of an input."""
+
+    path: str
+    size: int
+    """In bytes."""
+    modified_ns: int
+    """In nanoseconds since 1970."""
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.path).suffix
+
+
+class InputFiles(NamedTuple):
+    """The files of one input."""
+
+    name: str
+    """The input as the user names it: an absolute path or a URI."""
+    filesystem: FileSystem
+    root: str
+    """The folder that all paths start with."""
+    files: list[InputFile]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = False) -> InputFiles:
+    """Return the files with these suffixes that `name` refers to: a file, a folder's files, or the matches of a glob.
+
+    Print which other files were found, and why they are not read.
+
+    Args:
+        name: An absolute path or a URI.
+        suffixes: For example `.jsonl`.
+        section: The section of settings.toml that names the input, for error messages.
+        recursive: Whether a folder includes its subfolders.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or it belongs to a table with deleted rows.
+    """
+    on_hub = name.startswith(hub.SCHEME)
+    try:
+        filesystem, path = hub.open_uri(name) if on_hub else FileSystem.from_uri(name)
+        root, nearby, found = _list(filesystem, path, recursive=recursive)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{name} cannot be read ({error}); correct input in [{section}], or pass --input.") from None
+    files = sorted(
+        InputFile(info.path, info.size, info.mtime_ns or 0)
+        for info in found
+        if info.is_file and PurePosixPath(info.path).suffix in suffixes
+    )
+    read, known = [file.path for file in files] or [path], [info.path for info in nearby]
+    if table := table_formats.find(filesystem, read, known, root, min_depth=hub.REPOSITORY_DEPTH if on_hub else 1):
+        raise UserError(
+            f"{name} belongs to the {table[1]} table {table[0]}, where files of deleted rows remain; write the table's "
+            f"current rows to parquet or JSONL files, and name those in [{section}], or pass --input."
+        )
+    skipped = _skipped(found, suffixes, root)
+    if not files:
+        raise UserError(
+            f"no {', '.join(suffixes[:-1])} or {suffixes[-1]} file at {name}{skipped and f', only {skipped}'}; correct "
+            f"input in [{section}], or pass --input."
+        )
+    if skipped:
+        print(printable(f"note: {name}: not read: {skipped}"), flush=True)
+    return InputFiles(name, filesystem, root, files)
+
+
+def _list(filesystem: FileSystem, path: str, *, recursive: bool) -> tuple[str, list[FileInfo], list[FileInfo]]:
+    """Return the folder of all files that `path` refers to, what is in the folder, and what `path` refers to."""
+    info = filesystem.get_file_info(path)
+    if _is_folder(info):
+        inside = _list_folder(filesystem, FileSelector(path, recursive=recursive))
+        return path, inside, [one for one in inside if not (recursive and _is_folder(one))]
+    root, wildcard = _fixed_folder(path), WILDCARD.search(path)
+    if info.is_file or not wildcard:
+        return root, [info], [info]
+    selector = FileSelector(root, recursive="/" in path[wildcard.start() :], allow_not_found=True)
+    inside = _list_folder(filesystem, selector)
+    pattern = f"/{path.lstrip('/')}"  # a leading slash makes `match` compare whole paths
+    return root, inside, [one for one in inside if PurePosixPath(f"/{one.path.lstrip('/')}").match(pattern)]
+
+
+def _list_folder(filesystem: FileSystem, selector: FileSelector) -> list[FileInfo]:
+    """Return what is in a folder. Print the names that pyarrow cannot decode, because it cannot open these files."""
+    found, unreadable = [], []
+    for info in filesystem.get_file_info(selector):
+        try:
+            info.path  # noqa: B018
+        except UnicodeDecodeError as error:
+            unreadable.append(error.object.decode(errors="backslashreplace"))
+        else:
+            found.append(info)
+    if unreadable:
+        print(f"note: not read, because the name is not UTF-8: {_few(sorted(unreadable))}; rename them.", flush=True)
+    return found
+
+
+def _is_folder(info: FileInfo) -> bool:
+    return info.type == FileType.Directory
+
+
+def _skipped(found: Iterable[FileInfo], suffixes: Sequence[str], root: str) -> str:
+    """Return the names of the files and folders that are not read, with the reasons."""
+    names: dict[str, list[str]] = {}
+    for info in sorted(found, key=lambda info: info.path):
+        if reason := _reason(info, suffixes):
+            names.setdefault(reason, []).append(str(PurePosixPath(info.path).relative_to(root)))
+    return "; ".join(f"{_few(some)} ({reason})" for reason, some in names.items())
+
+
+def _reason(info: FileInfo, suffixes: Sequence[str]) -> str:
+    """Return why a file is not read, or an empty string if it is."""
+    suffix = PurePosixPath(info.path).suffix
+    if info.type == FileType.NotFound:
+        return ""
+    if _is_folder(info):
+        return "subfolders are not searched"
+    if suffix in COMPRESSED:
+        return "compressed"
+    if suffix not in suffixes:
+        return f"only {', '.join(suffixes)} files are read"
+    return "" if info.size else "empty"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def _fixed_folder(path: str) -> str:
+    """Return the folder of a file, or for a glob, its deepest folder before the first wildcard."""
+    parts = PurePosixPath(path).parts
+    wildcards = [number for number, part in enumerate(parts) if WILDCARD.search(part)]
+    return str(PurePosixPath(*parts[: min([*wildcards, len(parts) - 1])]))

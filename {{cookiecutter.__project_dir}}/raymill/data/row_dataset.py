@@ -1,0 +1,68 @@
+"""Read the rows of all inputs as a streaming Ray dataset.
+
+`ray.data.read_json` is not suitable: one broken line makes the whole file fail, rows with different columns make the
+block fail, and only one task reads each file, however large the file is.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import ray.data
+
+from raymill.data.row_sources import RowSource
+from raymill.data.rows import ROWS, Piece, checked, read
+
+BATCH_BYTES = 4 * 2**20  # bytes of rows in one batch
+
+
+def dataset(sources: list[RowSource], seed: int = 0, report: Callable[..., Any] | None = None) -> ray.data.Dataset:
+    """Return all rows of all sources with the schema ROWS, in no particular order.
+
+    After each piece, its task calls `report(rows_read=…, bytes_read=…)`. `bytes_read` is the size of the piece on disk.
+    """
+
+    def read_pieces(pieces: pa.Table) -> Iterator[pa.Table]:
+        for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
+            count, source = 0, sources[piece.source]
+            rows = map(checked, read(source.files.filesystem, piece))
+            for batch in _batches(_repeat(rows, piece.source, source.weight, seed)):
+                count += len(batch)
+                yield batch
+            if report:
+                report(rows_read=count, bytes_read=piece.stop - piece.start)
+
+    return one_task_per_piece(*sources).map_batches(read_pieces, batch_size=None, batch_format="pyarrow")
+
+
+def one_task_per_piece(*sources: RowSource) -> ray.data.Dataset:
+    """Return the pieces of all files as a dataset with one block per piece."""
+    pieces = [
+        piece._replace(source=number)._asdict() for number, source in enumerate(sources) for piece in source.pieces
+    ]
+    return ray.data.from_items(pieces, override_num_blocks=len(pieces))
+
+
+def _repeat(rows: Iterable[dict[str, Any]], source: int, weight: float, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield each good row `weight` times on average, and each bad row once.
+
+    A hash of the row decides whether a fractional weight is rounded up.
+    """
+    for row in rows:
+        digest = hashlib.blake2b(row["row"], digest_size=8, key=str(seed).encode(), person=b"mix").digest()
+        copies = 1 if row["problem"] else int(weight + int.from_bytes(digest) / 2**64)
+        for copy in range(copies):
+            yield row | {"source": source, "copy": copy}
+
+
+def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[pa.Table]:
+    batch, size = [], 0
+    for row in rows:
+        batch.append(row)
+        size += len(row["row"])
+        if size >= BATCH_BYTES:
+            yield pa.Table.from_pylist(batch, ROWS)
+            batch, size = [], 0
+    if batch:
+        yield pa.Table.from_pylist(batch, ROWS)

@@ -1,0 +1,215 @@
+"""Read training rows in published formats: conversations, instructions with answers, prompts with completions, or text.
+
+The columns of a row determine its format. `preprocess` prints the names of columns that no format reads.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from raymill.data.examples import BadRow, Completion, Conversation, Example, Message
+from raymill.data.messages import (
+    REASONING_KEYS,
+    decode_json,
+    normalize_messages,
+    normalize_tools,
+    require_objects,
+    require_text,
+)
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+SHAREGPT_KEYS = ("weight", "tool_calls", "tool_call_id", *REASONING_KEYS)
+QUESTIONS = ("instruction", "question", "query", "prompt")
+CONTEXTS = ("input", "context")
+ANSWERS = ("response", "output", "answer", "completion", "target")
+
+
+class Format(NamedTuple):
+    """A row format."""
+
+    name: str
+    required: tuple[tuple[str, ...], ...]
+    """Required columns: at least one of each tuple."""
+    optional: tuple[str, ...]
+    """Optional columns."""
+    read: Callable[[Mapping[str, Any]], Example]
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        return all(any(row.get(name) is not None for name in names) for names in self.required)
+
+    def columns_read(self, row: Mapping[str, Any]) -> frozenset[str]:
+        """Return the columns that are read if the row has them. Of several questions or answers, one is read."""
+        return frozenset(_filled(row, names) for names in self.required) | frozenset(self.optional)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(name for names in self.required for name in names) | frozenset(self.optional)
+
+
+def read_example(row: Mapping[str, Any]) -> Example:
+    """Return the example in a row.
+
+    Raises:
+        BadRow: no format fits the row, or the row is malformed.
+    """
+    example = format_of(row).read(row)
+    if isinstance(example, Completion):
+        if not example.completion.strip():
+            raise BadRow("nothing to train on, because the text is empty")
+        return example
+    answers = [message for message in example.messages if message["role"] == "assistant"]
+    if not answers:
+        raise BadRow("no assistant turn")
+    if not all(message["content"].strip() or message.get("tool_calls") for message in answers):
+        raise BadRow("an empty assistant turn")
+    if all(message.get("weight") == 0 for message in answers):
+        raise BadRow("every assistant turn has weight 0")
+    return example
+
+
+def format_of(row: Mapping[str, Any]) -> Format:
+    """Return the first of FORMATS that fits a row.
+
+    Raises:
+        BadRow: no format fits, or the row has an unsupported format.
+    """
+    found = next((row_format for row_format in FORMATS if row_format.fits(row)), None)
+    if not found or found.required[0] == ("prompt",):
+        for columns, reason in UNSUPPORTED.items():
+            if all(row.get(name) is not None for name in columns):
+                raise BadRow(reason)
+    if not found:
+        raise BadRow(UNKNOWN_COLUMNS)
+    return found
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without nulls, which parquet adds for keys that a row lacks."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+# ---------------------------------------------------------------- one reader per format
+
+
+def _read_messages(row: Mapping[str, Any]) -> Conversation:
+    return _with_side_columns(row, normalize_messages(decode_json(row["messages"], "messages")))
+
+
+def _read_sharegpt(row: Mapping[str, Any]) -> Conversation:
+    turns = require_objects(decode_json(row["conversations"], "conversations"), "conversations")
+    return _with_side_columns(row, normalize_messages([_sharegpt_message(turn) for turn in turns]))
+
+
+def _sharegpt_message(turn: Message) -> Message:
+    speaker = turn.get("from")
+    if speaker is None:
+        return turn  # a turn that already has role and content
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise BadRow(f"a turn with an unknown `from`; known: {', '.join(SHAREGPT_ROLES)}")
+    value = turn.get("value")
+    message: Message = {"role": SHAREGPT_ROLES[speaker], "content": value}
+    if speaker == "function_call":
+        calls = decode_json(value, "a function call")
+        message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return message | {key: turn[key] for key in SHAREGPT_KEYS if turn.get(key) is not None}
+
+
+def _read_instruction(row: Mapping[str, Any]) -> Conversation:
+    """Read a row with a question and an answer, as in Alpaca or Dolly. Earlier turns come from its `history`."""
+    question, context, answer = (row.get(_filled(row, names), "") for names in (QUESTIONS, CONTEXTS, ANSWERS))
+    if context not in (None, ""):
+        question = "\n\n".join(text for text in (require_text(question), require_text(context)) if text.strip())
+    return _with_side_columns(row, normalize_messages([*_history(row), _user(question), _assistant(answer)]))
+
+
+def _history(row: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of the earlier turns, which are pairs of texts, or messages with role and content."""
+    history = decode_json(row.get("history") or [], "history") or []
+    if isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        return [message for question, answer in history for message in (_user(question), _assistant(answer))]
+    if isinstance(history, list) and all(isinstance(turn, dict) and "role" in turn for turn in history):
+        return history
+    raise BadRow("history is neither a list of pairs nor a list of messages with role and content")
+
+
+def _read_completion(row: Mapping[str, Any]) -> Example:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, completion)
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise BadRow("prompt and completion are neither both texts nor both lists of messages")
+    untrained = [
+        message | {"weight": 0} if message["role"] == "assistant" else message for message in normalize_messages(prompt)
+    ]
+    return _with_side_columns(row, [*untrained, *normalize_messages(completion)])
+
+
+def _read_text(row: Mapping[str, Any]) -> Completion:
+    return Completion("", require_text(row["text"]))
+
+
+def _with_side_columns(row: Mapping[str, Any], messages: list[Message]) -> Conversation:
+    """Add the system prompt and the tools from the row's other columns."""
+    if row.get("functions") is not None:
+        raise BadRow("functions is deprecated: use tools")
+    if system := row.get("system") or row.get("system_prompt"):
+        if messages and messages[0]["role"] == "system":
+            raise BadRow("two system prompts: a column and a message")
+        if row.get("system_prompt") not in (None, "", system):
+            raise BadRow("two system prompts: system and system_prompt")
+        messages = [{"role": "system", "content": require_text(system)}, *messages]
+    return Conversation(messages, normalize_tools(row.get("tools")) or None)
+
+
+def _user(content: object) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: object) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _filled(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the first column that is neither missing nor empty, or the first one."""
+    return next((name for name in names if row.get(name) not in (None, "")), names[0])
+
+
+# ---------------------------------------------------------------- the formats
+
+SIDE_COLUMNS = ("tools", "functions", "system", "system_prompt")
+FORMATS = (
+    Format("conversations", (("messages",),), SIDE_COLUMNS, _read_messages),
+    Format("ShareGPT conversations", (("conversations",),), SIDE_COLUMNS, _read_sharegpt),
+    Format("prompts and completions", (("prompt",), ("completion",)), SIDE_COLUMNS, _read_completion),
+    Format("instructions and answers", (QUESTIONS, ANSWERS), (*CONTEXTS, "history", *SIDE_COLUMNS), _read_instruction),
+    Format("plain text", (("text",),), (), _read_text),
+)
+UNSUPPORTED = {
+    ("chosen", "rejected"): "a preference pair (chosen, rejected): this project does not support DPO",
+    ("prompt", "completion", "label"): "a rated completion (label): this project does not support KTO",
+}
+"""Columns that identify unsupported formats, and why their rows are rejected."""
+COLUMNS = tuple(
+    sorted(
+        {name for row_format in FORMATS for name in row_format.columns}
+        | {name for columns in UNSUPPORTED for name in columns}
+    )
+)
+UNKNOWN_COLUMNS = "no known columns"
+EXPECTED_COLUMNS = "messages, or instruction and response, or prompt and completion, or text"

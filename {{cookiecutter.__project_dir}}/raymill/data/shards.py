@@ -1,0 +1,208 @@
+"""Write the shards of one partition: sort, tokenize, pack and save its rows. Workers run this code."""
+
+import functools
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray
+from pydantic import BaseModel
+from ray import ObjectRef
+
+from raymill.data.packed_folder import PackedFolder
+from raymill.data.packing import pack
+from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer
+from raymill.data.tokenizer import padding_id
+
+SLICE_BYTES = 2**21  # bytes of text to tokenize at once; the tokens take thirty times as much memory
+ROW_GROUP_TOKENS = 2**20  # training reads one row group at a time
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The settings that, together with the rows and the tokenizer, determine the content of the shards."""
+
+    output: str
+    """A path or URI."""
+    sequence_length: int
+    eval_share: float
+    seed: int
+    partitions: int
+    deduplicate: bool = False
+
+
+class ShardSummary(BaseModel):
+    """The name, counts and hash of one parquet file."""
+
+    name: str
+    rows: int
+    documents: int
+    cut_documents: int
+    tokens: int
+    trained_tokens: int
+    lengths: dict[int, int]
+    """Histogram of tokens per document: maps upper bounds, which are powers of two, to counts."""
+    largest_id: int
+    """Largest token id in the rows, including the token that fills them."""
+    sha256: str
+    """Hash of the columns' values, not of their parquet encoding."""
+
+
+class PartitionSummary(BaseModel):
+    """The shards and counts of one partition."""
+
+    number: int
+    rows: int
+    duplicates: int
+    """Rows left out because an identical row is kept."""
+    rejected: dict[str, int]
+    """Bad rows, by reason."""
+    sources: dict[int, dict[str, int]]
+    """Maps the number of an input to its counts of documents, tokens and trained tokens."""
+    train: ShardSummary | None
+    eval: ShardSummary | None
+
+
+def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Callable[..., Any]) -> pa.Table:
+    """Write the shards of one partition. Return one row with the column `summary`, a PartitionSummary as JSON.
+
+    `tokenizer_ref` refers to a DocumentTokenizer. After each slice, the function calls `report(rows_packed=…)`.
+
+    Raises:
+        UserError: the shards cannot be written, or the tokenizer raises a UserError.
+    """
+    number, read = rows["partition"][0].as_py(), len(rows)
+    rows = rows.sort_by("key")
+    if plan.deduplicate:
+        rows = _without_duplicates(rows)
+    tokenizer = fetch(tokenizer_ref)
+    documents = _tokenize(rows, tokenizer, report)
+    pad_id = padding_id(tokenizer.tokenizer)
+    good = pc.is_null(documents["problem"])
+    held_out = pa.array([is_held_out(row, plan.eval_share) for row in rows["row"].to_pylist()], pa.bool_())
+    held_out = held_out.take(documents["row"].combine_chunks())
+    bad = documents.filter(pc.invert(good))
+    rejected = _save_rejected(rows["row"].take(bad["row"]), bad["problem"], plan, number)
+    name = f"part-{number:05d}.parquet"
+    partition = PartitionSummary(
+        number=number,
+        rows=read,
+        duplicates=read - len(rows),
+        rejected=rejected,
+        sources=_count_by_source(documents.filter(good), rows["source"]),
+        train=_write_shard(documents.filter(pc.and_not(good, held_out)), plan, pad_id, f"train/{name}"),
+        eval=_write_shard(documents.filter(pc.and_(good, held_out)), plan, pad_id, f"eval/{name}"),
+    )
+    return pa.table({"summary": [partition.model_dump_json()]})
+
+
+@functools.cache
+def fetch(tokenizer_ref: ObjectRef) -> DocumentTokenizer:
+    """Return the driver's tokenizer, unpickled once per worker process.
+
+    This way, no worker loads the tokenizer from the hub, and all workers use the same one.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core; other tasks use the rest
+    return ray.get(tokenizer_ref)
+
+
+def is_held_out(row: bytes, share: float) -> bool:
+    """Return whether a row is held out for evaluation. Copies of a row share the result."""
+    digest = hashlib.blake2b(row, digest_size=8, person=b"evaluation").digest()
+    return int.from_bytes(digest) < share * 2**64
+
+
+def slices(rows: pa.Table) -> Iterator[pa.Table]:
+    """Yield `rows` in order, in slices of about SLICE_BYTES of text, each with at least one row."""
+    text = np.cumsum(pc.binary_length(rows["row"]).to_numpy())
+    bounds = [0, *(np.flatnonzero(np.diff(text // SLICE_BYTES)) + 1), len(rows)]
+    for start, stop in pairwise(bounds):
+        yield rows.slice(start, stop - start)
+
+
+def _without_duplicates(rows: pa.Table) -> pa.Table:
+    """Return rows without repeated keys. Identical rows have the same key, and `rows` are sorted by key."""
+    keys = rows["key"].combine_chunks()
+    return rows.filter(pa.concat_arrays([pa.array([True]), pc.not_equal(keys[1:], keys[:-1])]))
+
+
+def _tokenize(rows: pa.Table, tokenizer: DocumentTokenizer, report: Callable[..., Any]) -> pa.Table:
+    tables, first = [], 0
+    for part in slices(rows):
+        documents = tokenizer(part.select(["row", "problem"]))
+        numbers = pc.add(documents["row"], pa.scalar(first, pa.int32()))
+        tables.append(documents.set_column(documents.schema.get_field_index("row"), "row", numbers))
+        first += len(part)
+        report(rows_packed=len(part))
+    return pa.concat_tables(tables)
+
+
+def _count_by_source(documents: pa.Table, sources: pa.ChunkedArray) -> dict[int, dict[str, int]]:
+    origins = sources.take(documents["row"]).to_numpy()
+    tokens = pc.list_value_length(documents["input_ids"]).to_numpy()
+    labels = documents["labels"].combine_chunks()
+    trained_so_far = np.cumsum(labels.flatten().to_numpy() != NOT_TRAINED)
+    trained = np.diff(trained_so_far[np.cumsum(tokens) - 1], prepend=0)  # no document is empty
+    return {
+        int(source): {
+            "documents": int((origins == source).sum()),
+            "tokens": int(tokens[origins == source].sum()),
+            "trained_tokens": int(trained[origins == source].sum()),
+        }
+        for source in np.unique(origins)
+    }
+
+
+def _save_rejected(rows: pa.ChunkedArray, problems: pa.ChunkedArray, plan: ShardPlan, number: int) -> dict[str, int]:
+    """Save bad rows, each with the reason. Return the number of rows for each reason."""
+    pairs = list(zip(rows.to_pylist(), problems.to_pylist(), strict=True))
+    if pairs:
+        lines = [json.dumps({"problem": problem, "row": row.decode(errors="replace")}) for row, problem in pairs]
+        content = "".join(f"{line}\n" for line in lines).encode()
+        PackedFolder(plan.output).save(f"rejected/part-{number:05d}.jsonl", content)
+    return dict(Counter(problem for _, problem in pairs))
+
+
+def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -> ShardSummary | None:
+    if not len(documents):
+        return None
+    packed = pack(documents, plan.sequence_length, pad_id)
+    columns = [column.combine_chunks().flatten().to_numpy() for column in packed.columns]
+    buffer = pa.BufferOutputStream()
+    group_rows = max(1, ROW_GROUP_TOKENS // plan.sequence_length)
+    # zstd decodes some damaged pages without an error, so training compares their checksums
+    pq.write_table(packed, buffer, compression="zstd", row_group_size=group_rows, write_page_checksum=True)
+    PackedFolder(plan.output).save(name, buffer.getvalue())
+    return ShardSummary(
+        name=name.rpartition("/")[2],
+        rows=len(packed),
+        documents=len(documents),
+        cut_documents=pc.sum(documents["cut"]).as_py(),
+        tokens=pc.sum(pc.list_value_length(documents["input_ids"])).as_py(),
+        trained_tokens=int(np.count_nonzero(columns[1] != NOT_TRAINED)),
+        lengths=_length_histogram(documents),
+        largest_id=int(columns[0].max()),
+        sha256=_hash(columns),
+    )
+
+
+def _length_histogram(documents: pa.Table) -> dict[int, int]:
+    lengths = pc.list_value_length(documents["input_ids"]).to_numpy()
+    bounds, counts = np.unique(2 ** np.ceil(np.log2(lengths)).astype(int), return_counts=True)
+    return dict(zip(bounds.tolist(), counts.tolist(), strict=True))
+
+
+def _hash(columns: list[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for column in columns:
+        digest.update(column.data)
+    return digest.hexdigest()

@@ -1,0 +1,113 @@
+"""Scores a model on packed rows by its loss and by how many answers greedy decoding would reproduce exactly."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from raymill.data.tokenization import NOT_TRAINED
+from raymill.data.tokenizer import eos_ids, load_tokenizer
+from raymill.evaluation import stopping
+from raymill.evaluation.candidates import Candidate
+from raymill.ray_support import model_cache
+from raymill.training import composite
+from raymill.training.dataset import Batch, PackedRows, trained_tokens
+from raymill.training.packed_attention import model_inputs
+
+
+class Score(NamedTuple):
+    """Sums over packed rows."""
+
+    loss: float
+    """Cross-entropy of the trained tokens, in nats."""
+    trained_tokens: int
+    documents: int
+    """Number of documents with a trained token. Padding is not a document."""
+    answers: int
+    """Number of answers. An answer is a run of trained tokens, such as an assistant turn with its stop token."""
+    exact: int
+    """Number of answers that greedy decoding reproduces token for token."""
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, batch: Batch) -> Score:
+    """Return the score of `model` on a batch of packed rows, from one forward pass.
+
+    Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it. Until
+    the first wrong token, it sees the same tokens as this forward pass.
+    """
+    output = model(
+        **model_inputs(model, batch), num_items_in_batch=1, use_cache=False
+    )  # 1: the loss is a sum, not a mean
+    labels = batch["labels"][:, 1:]
+    trained = labels != NOT_TRAINED
+    wrong = trained & (output.logits[:, :-1].argmax(-1) != labels)
+    begins = trained & ~functional.pad(trained, (1, 0))[:, :-1]
+    answers = int(begins.sum())
+    return Score(
+        loss=float(output.loss),
+        trained_tokens=int(trained_tokens(batch)),
+        documents=_count_segments(batch["labels"] != NOT_TRAINED, begins=batch["position_ids"] == 0),
+        answers=answers,
+        exact=answers - _count_segments(wrong, begins),
+    )
+
+
+def _count_segments(marked: torch.Tensor, begins: torch.Tensor) -> int:
+    """Return how many segments have a marked token.
+
+    `begins` marks the first token of each segment. Both tensors have the shape (rows, length).
+    """
+    number = begins.flatten().cumsum(0)
+    return len(number[marked.flatten()].unique())
+
+
+class Scorer:
+    """A model, loaded once on a device, that scores held-out rows by position."""
+
+    def __init__(
+        self, candidate: Candidate, data: str, device: str, precision: str, report: Callable[..., Any]
+    ) -> None:
+        """Load the model. `data` is the folder or URI of the packed data. Each call then ends with `report(rows=…)`."""
+        self._device = torch.device(device)
+        self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32).to(self._device).eval()
+        self._rows = PackedRows(data, "eval")
+        self._eos_ids = eos_ids(candidate.model, load_tokenizer(candidate.model))
+        self._report = report
+
+    def __call__(self, piece: dict[str, int]) -> dict[str, float]:
+        """Return the score of the `rows` rows from position `first`, their number of `tokens`, and the `seconds` taken.
+
+        The call with the first rows also generates a few answers. `generated` is their number, and `stopped` is how
+        many of them end with a stop token. Other calls return 0 for both.
+        """
+        generated, stopped = self._count_stops() if piece["first"] == 0 else (0, 0)
+        started = time.perf_counter()
+        batch = self._rows.read(piece["first"], piece["rows"])
+        scored = score(self._model, self._to_device(batch))
+        self._report(rows=piece["rows"])
+        seconds = time.perf_counter() - started
+        counts = {"tokens": batch["input_ids"].numel(), "generated": generated, "stopped": stopped}
+        return scored._asdict() | counts | {"seconds": seconds}
+
+    def _count_stops(self) -> tuple[int, int]:
+        batch = self._rows.read(0, min(stopping.QUESTIONS, len(self._rows)))
+        return stopping.count_stops(self._model, self._to_device(batch), self._eos_ids)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: column.to(self._device) for name, column in batch.items()}
+
+
+def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the candidate's model in main memory. A model at a URI is copied to this node first."""
+    logging.disable_progress_bar()
+    model = composite.from_pretrained(model_cache.on_this_node(candidate.model), dtype=dtype)
+    if candidate.adapter:
+        from peft import PeftModel  # imported late, because it takes seconds and only adapters need it
+
+        model = PeftModel.from_pretrained(model, model_cache.on_this_node(candidate.adapter))
+    return model

@@ -1,0 +1,46 @@
+"""Find the project's jobs and check their command lines, without a cluster."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from invoke import Exit
+
+from raymill import settings
+
+
+def names() -> list[str]:
+    """Return the names of all jobs, which are the scripts in jobs/."""
+    return sorted(script.stem for script in (settings.PROJECT / "jobs").glob("*.py") if script.stem != "__init__")
+
+
+def fine_tuning() -> list[str]:
+    """Return the names of the jobs that fine-tune a language model."""
+    return [name for name in names() if name.startswith("finetune_")]
+
+
+def find(job: str) -> Path:
+    """Return the path of a job's script. Raises `settings.UserError` if there is no such job."""
+    if job not in names():
+        raise settings.UserError(f"there is no job {job!r}. Run: {settings.inv('submit')} {' | '.join(names())}")
+    return settings.PROJECT / "jobs" / f"{job}.py"
+
+
+def check(job: str, options: list[str], profile: str) -> bool:
+    """Check a job's options without running the job. Return whether to submit it.
+
+    If the options ask for help, the job prints its help, and there is nothing to submit. A script that does not use
+    `cli.parse` is not checked, because the check would run it.
+
+    Raises:
+        settings.UserError: there is no such job.
+        Exit: an option is wrong; the job has printed the error.
+    """
+    if "cli.parse(" not in find(job).read_text(encoding="utf-8"):
+        return True
+    checking = {"PROFILE": profile, "JOB_OPTIONS_CHECKED_FOR": settings.inv(f"submit {job} --")}
+    command = [sys.executable, "-m", f"jobs.{job}", *options]
+    if code := subprocess.run(command, cwd=settings.PROJECT, env=os.environ | checking, check=False).returncode:
+        raise Exit(code=code)
+    return not {"-h", "--help"} & set(options)

@@ -1,0 +1,76 @@
+"""Restart the project's processes on this node, and from the head on all workers, while Ray and jobs go on.
+
+python -m raymill.node.restart ROLE
+
+`inv up` runs it on the head after it has copied new code there. The commands are those of cluster.yaml that start a
+module of raymill.node. Each new process ends its predecessor (see process.py).
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from raymill.common import aws_session, cluster_file, instances
+from raymill.common.instances import Instance
+from raymill.node import state
+
+TIMEOUT_S = 60.0
+"""How long the new watchdog may take to renew the lease, which shows that it works. It does so every few seconds."""
+SSH = ["ssh", "-i", "~/ray_bootstrap_key.pem", "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=no"]
+SSH += ["-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR"]
+"""How Ray's autoscaler on the head connects to workers."""
+
+
+def main(role: str) -> None:
+    """Restart the processes of this node and, on the head, those of all workers. Exit with 1 if one does not run."""
+    file = cluster_file.load()
+    problems = [_restart_here(file.content[f"{role}_start_ray_commands"])]
+    if role == "head":
+        aws_session.start(file.region)
+        head, *workers = [one for one in instances.living(file) if one.state == "running"]
+        with ThreadPoolExecutor(16) as pool:
+            problems += pool.map(lambda worker: _restart_worker(worker, head, file.auth["ssh_user"]), workers)
+        if not any(problems):
+            print(f"the new code runs on the head and {len(workers)} workers")
+    if found := [problem for problem in problems if problem]:
+        sys.exit("; ".join(found))
+
+
+def _restart_here(commands: list[str]) -> str:
+    """Run the commands that start a module of raymill.node. Return what is wrong with the new watchdog, or ""."""
+    for command in commands:
+        if "-m raymill.node." in command:  # in a login shell, as Ray starts them, which reads ~/.bashrc
+            subprocess.run(["bash", "--login", "-i", "-c", command], check=True, stderr=subprocess.DEVNULL)
+    time.sleep(2 * state.INTERVAL_S)  # by then, the earlier watchdog has ended
+    started = time.time()
+    while state.LEASE.stat().st_mtime < started:
+        if time.time() > started + TIMEOUT_S:
+            lines = state.LOG_FILE.read_text(errors="replace").splitlines()[-1:] or ["its log is empty"]
+            return f"the watchdog of {os.uname().nodename} does not work with the new code ({lines[0]})"
+        time.sleep(1)
+    return ""
+
+
+def _restart_worker(worker: Instance, head: Instance, user: str) -> str:
+    """Copy this node's code to a worker and restart its processes. Return what went wrong, or ""."""
+    address = f"{user}@{worker.private_address}"
+    project = f"{Path('~/project').expanduser()}/"
+    command = f"export RAY_HEAD_IP={head.private_address}; cd ~/project && python -m raymill.node.restart worker"
+    steps = (
+        ["rsync", "--archive", "--exclude", "__pycache__", "-e", shlex.join(SSH), project, f"{address}:project/"],
+        [*SSH, address, shlex.join(["bash", "--login", "-i", "-c", command])],
+    )
+    for step in steps:
+        done = subprocess.run(step, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            return f"{worker.id} keeps its old code ({reason[0]})"
+    return ""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

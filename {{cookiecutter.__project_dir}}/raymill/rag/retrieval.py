@@ -1,0 +1,36 @@
+"""The deployments that find sources for a question: retriever and reranker."""
+
+import asyncio
+from collections.abc import Callable
+
+from raymill.rag import ranking
+from raymill.rag.cross_encoder import CrossEncoder
+from raymill.rag.embedder import Embedder
+from raymill.rag.index import Reader, ScoredChunk
+from raymill.ray_support import model_cache
+
+
+class Retriever:
+    """Finds the chunks that match a question, by meaning or by words, in the latest version of the index."""
+
+    async def __init__(self, location: str, device: str, candidates: int) -> None:
+        self._reader = await Reader.open(location)
+        model = await asyncio.to_thread(model_cache.find, self._reader.config.model)
+        self._embedder = await asyncio.to_thread(Embedder, model, device, "fp32")
+        self._candidates = candidates
+
+    async def find(self, question: str) -> list[ScoredChunk]:
+        [vector] = await asyncio.to_thread(self._embedder.embed, [question], "query")
+        return await self._reader.search(vector, self._candidates, question)
+
+
+class Reranker:
+    """Ranks the chunks that the retriever found."""
+
+    def __init__(self, model: str, device: str) -> None:
+        self._rank: Callable[[str, list[ScoredChunk]], list[ScoredChunk]] = ranking.rank
+        if model:
+            self._rank = CrossEncoder(model_cache.find(model), device).rank
+
+    async def rank(self, question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:
+        return await asyncio.to_thread(self._rank, question, chunks)

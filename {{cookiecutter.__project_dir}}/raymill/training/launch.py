@@ -1,0 +1,30 @@
+"""Starts a fine-tuning run: under Ray, or in this process if torchrun or `inv fit` started it."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from raymill.settings import UserError
+from raymill.training import failures
+from raymill.training.options import TrainOptions
+from raymill.training.strategies import MakeStrategy
+
+
+def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
+    """Train with a strategy: in this process under torchrun and `inv fit`, otherwise in Ray Train workers."""
+    try:
+        if dist.is_torchelastic_launched():
+            from raymill.training.runtimes import torchrun  # imported late: each runtime has its own dependencies
+
+            torchrun.fit(options, make_strategy)
+        elif "FIT_REPORT" in os.environ:
+            from raymill.training.runtimes import fake_gpu
+
+            fake_gpu.fit(options, make_strategy)
+        else:
+            from raymill.training.runtimes import ray_train
+
+            ray_train.fit(options, make_strategy)
+    except torch.OutOfMemoryError as error:
+        raise UserError(failures.describe(error, options)) from None

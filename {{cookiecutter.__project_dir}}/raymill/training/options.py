@@ -1,0 +1,215 @@
+"""Options of the training jobs and `check_network`, from settings.toml and the command line."""
+
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from raymill.ray_support.workers import WorkerOptions
+from raymill.settings import inv
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the name of a folder, not a path
+
+
+class TrainOptions(WorkerOptions):
+    """Options of all fine-tuning jobs."""
+
+    name: str = Field(pattern=NAME)
+    """Name of the run. The same name resumes it."""
+    model: str
+    """Base model: a Hugging Face folder, hub id or s3:// URI."""
+    data: str
+    """Folder or URI that `preprocess` wrote to."""
+    output: str
+    """Folder or URI for the runs. Each run gets a subfolder."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
+    fresh: bool = False
+    """Delete an existing run with this name, and start over."""
+    stream: bool = False
+    """Tokenize and pack the raw rows of [preprocess] while training, instead of reading `data`. Nothing is held out for
+    evaluation, and a resumed run reads the rows from the start."""
+
+    max_failures: int = Field(ge=0)
+    """Number of times that dead workers are replaced before the run fails. A spot machine that AWS takes back after a
+    notice does not count."""
+
+    global_batch_rows: PositiveInt
+    """Rows per optimizer step over all workers. The number does not depend on num_workers."""
+    micro_batch_rows: PositiveInt
+    """Rows per forward pass of one worker."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass. Saves memory, but needs about a third more computation."""
+    gradient_checkpointing_interval: PositiveInt = 1
+    """With gradient_checkpointing, recompute only one in this many layers, which takes more memory and less time."""
+    compile: bool = False
+    """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, but steps are faster. With
+    ZeRO stage 3, this gains little, because DeepSpeed's hooks split the layers into small pieces."""
+    chunked_loss: bool = False
+    """Compute the loss in chunks of 1024 tokens. Saves 12 bytes per token and element of the vocabulary. Models that
+    scale or cap their logits compute it at once, whatever this option."""
+    liger: bool = False
+    """Use Liger's fused kernels (Hsu et al. 2024, arXiv:2410.10989), which need less memory. CUDA only."""
+    precision: Literal["fp32", "bf16"]
+    """Number format of the computation. On a device without bf16, fp32 is used."""
+
+    lora_rank: int = Field(0, ge=0)
+    """Rank of the LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers except the output layer. Only
+    the adapters are trained. 0: no adapters; all parameters are trained."""
+    lora_alpha: PositiveInt = 32
+    """The output of an adapter is scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = Field(0, ge=0, lt=1)
+    """Dropout probability for the inputs of the adapters."""
+
+    quantize_base: bool = False
+    """Quantize the frozen weights to 4 bits in the NF4 format (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+
+    learning_rate: PositiveFloat
+    """Peak learning rate of AdamW."""
+    reference_batch_rows: PositiveInt | None = None
+    """Global batch size that learning_rate was tuned for. For other sizes, the rate is scaled linearly. None: never."""
+    warmup_steps: int = Field(ge=0)
+    """Optimizer steps until the learning rate reaches its peak."""
+    min_lr_ratio: float = Field(ge=0, le=1)
+    """Final learning rate of the cosine schedule, as a fraction of the peak."""
+    weight_decay: float = Field(ge=0)
+    """AdamW's decoupled weight decay, on matrices only."""
+    max_grad_norm: PositiveFloat
+    """Global L2 norm at which gradients are clipped."""
+
+    steps: PositiveInt
+    """Number of optimizer steps in the schedule."""
+    stop_after: PositiveInt | None = None
+    """Save a checkpoint, export the model and stop after this step, before the end of the schedule. To continue, run
+    the job again without this option."""
+    eval_every: PositiveInt
+    """Optimizer steps between evaluations. There is also an evaluation before each regular checkpoint."""
+    checkpoint_every: PositiveInt
+    """Optimizer steps between checkpoints."""
+    keep_checkpoints: PositiveInt
+    """How many checkpoints to keep: those with the lowest evaluation loss. The last one is always kept, too."""
+    log_every: PositiveInt
+    """Maximum number of optimizer steps between progress lines. If steps are slow, a line appears about every 10 s."""
+    mlflow: str = ""
+    """Tracking URI of an MLflow server or folder to send the metrics to. Empty: none."""
+    wandb: str = ""
+    """Weights & Biases project to send the metrics to. Empty: none."""
+    seed: int
+    """Random seed for the row order, dropout and the initial adapters."""
+
+    @model_validator(mode="after")
+    def _adapters_are_above_quantized_weights(self) -> Self:
+        if self.quantize_base and (not self.lora_rank or self.strategy != "ddp"):
+            needed = f"adapters and DDP: {inv('submit finetune_ddp -- --lora-rank 16 --quantize-base')}"
+            raise ValueError(f"quantize_base needs {needed}")
+        return self
+
+    @model_validator(mode="after")
+    def _liger_has_a_gpu(self) -> Self:
+        if self.liger and self.device != "cuda":
+            raise ValueError("liger = true needs device = cuda, because its kernels use Triton; set liger = false")
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_has_fixed_workers(self) -> Self:
+        if self.stream and self.min_workers < self.max_workers:
+            raise ValueError("stream = true needs a fixed number of workers, not a range; set num_workers = N")
+        return self
+
+    @property
+    def strategy(self) -> str:
+        """How the model is distributed over the workers."""
+        return "ddp"
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends or pauses."""
+        return min(self.steps, self.stop_after or self.steps)
+
+
+class DDPOptions(TrainOptions):
+    """Options of finetune_ddp."""
+
+    name: str = Field("finetune_ddp", pattern=NAME)
+    """Name of the run. The same name resumes it."""
+
+
+class DeepSpeedOptions(TrainOptions):
+    """Options of finetune_deepspeed."""
+
+    name: str = Field("finetune_deepspeed", pattern=NAME)
+    """Name of the run. The same name resumes it."""
+    zero_stage: Literal[1, 2, 3]
+    """What to shard over the workers. 1: optimizer states; 2: also gradients; 3: also parameters."""
+    offload_optimizer: bool
+    """Keep optimizer states in main memory, and run the optimizer on the CPU."""
+    offload_parameters: bool
+    """Keep parameters in main memory. Needs stage 3."""
+    hpz: bool
+    """Keep a second copy of the parameters that is sharded within each machine (hpZ of ZeRO++, Wang et al. 2023,
+    arXiv:2306.10209). The network carries the parameters once per optimizer step. Needs stage 3."""
+
+    @property
+    def strategy(self) -> str:
+        return f"zero{self.zero_stage}"
+
+    @model_validator(mode="after")
+    def _only_sharded_parameters_are_offloaded(self) -> Self:
+        if self.offload_parameters and self.zero_stage != 3:
+            raise ValueError("offload_parameters needs zero_stage = 3; add --zero-stage 3")
+        return self
+
+    @model_validator(mode="after")
+    def _only_sharded_parameters_have_a_second_copy(self) -> Self:
+        if self.hpz and self.zero_stage != 3:
+            raise ValueError("hpz needs zero_stage = 3; add --zero-stage 3")
+        return self
+
+
+class FSDPOptions(TrainOptions):
+    """Options of finetune_fsdp."""
+
+    name: str = Field("finetune_fsdp", pattern=NAME)
+    """Name of the run. The same name resumes it."""
+    reshard_after_forward: bool
+    """Free a layer's gathered parameters after the forward pass. Saves memory, but needs another all-gather."""
+    hybrid_shard: bool
+    """Shard within each machine, and replicate over machines (HSDP, Zhao et al. 2023, arXiv:2304.11277). The network
+    carries only gradients, once per optimizer step, but each machine holds the whole training state."""
+
+    @property
+    def strategy(self) -> str:
+        return "fsdp"
+
+
+class NetworkOptions(WorkerOptions):
+    """Options of check_network: the workers from [train], and message sizes. The job uses NCCL on `cuda`, else gloo."""
+
+    model_config = ConfigDict(extra="ignore")
+    message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
+    """Message sizes to measure. Gradient buckets hold 25 MiB in DDP, and up to 500 million values in ZeRO."""
+
+
+class ClassifierOptions(WorkerOptions):
+    """Options of train_classifier, from [train] and [classifier]. Keys of [train] that it does not use are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: str = Field("train_classifier", pattern=NAME)
+    """Name of the run. The same name resumes it."""
+    output: str
+    """Folder or URI for the runs. Each run gets a subfolder."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
+    max_failures: int = Field(ge=0)
+    """Number of times that dead workers are replaced before the run fails. A spot machine that AWS takes back after a
+    notice does not count."""
+    seed: int
+    """Random seed for the initial weights, the images and their order."""
+
+    images: PositiveInt
+    """Number of training images. The job also draws a quarter as many test images."""
+    epochs: PositiveInt
+    """Total passes over the images, including those before a resume."""
+    batch_size: PositiveInt
+    """Images per optimizer step over all workers, rounded up to a multiple of the number of workers."""
+    learning_rate: PositiveFloat
+    """Learning rate of AdamW."""

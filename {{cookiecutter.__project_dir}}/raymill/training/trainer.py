@@ -1,0 +1,329 @@
+"""The training loop, which is the same for every strategy and runtime."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from raymill.data.tokenization import NOT_TRAINED
+from raymill.data.tokenizer import load_tokenizer
+from raymill.settings import UserError
+from raymill.training import checkpoints, composite, cuda_allocator, failures, model_io, parameters, weights_check
+from raymill.training.collectives import any_rank, total
+from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
+from raymill.training.meter import Diverged, Meter
+from raymill.training.metric_logger import MetricLogger
+from raymill.training.options import TrainOptions
+from raymill.training.runtimes.runtime import Metrics, Runtime
+from raymill.training.schedule import learning_rate_at, peak_learning_rate, spread
+from raymill.training.storage import RunFolder
+from raymill.training.strategies import MakeStrategy
+
+MAX_ROWS_LISTED = 8
+# Approximate maximum time between two progress lines. At each line, the trainer also checks for spot notices, which AWS
+# sends only two minutes before it stops a machine.
+PROGRESS_INTERVAL_S = 10
+
+
+class TrainingRows(Protocol):
+    """The training rows of this rank."""
+
+    sequence_length: int
+    chat_template: str | None
+    """Chat template of the rows, which is exported with the trained model. None: the template of the base model."""
+    eos_ids: list[int]
+    """IDs of the tokens at which the trained model stops. Empty: those of the base model."""
+
+    def rows(self, step: int) -> Batch:
+        """Return this rank's rows for an optimizer step. The first step is 1."""
+        ...
+
+    def names(self, step: int, first: int, count: int) -> list[str]:
+        """Return the names of `count` rows of the step's global batch, starting with row `first`."""
+        ...
+
+
+class PackedSource:
+    """Reads packed rows. The step and the rank determine the rows, so a resumed run continues exactly where it stopped.
+
+    While a step computes, another thread reads the rows of the next step.
+    """
+
+    def __init__(self, options: TrainOptions, runtime: Runtime) -> None:
+        manifest = read_manifest(options.data)
+        self.sequence_length = manifest.sequence_length
+        self.chat_template = manifest.tokenizer.chat_template
+        self.eos_ids = manifest.tokenizer.eos_ids
+        self._rows = PackedRows(options.data, "train", options.seed)
+        self._global_rows = options.global_batch_rows
+        plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
+        self._rank_rows = plan.rows_per_rank
+        self._offset = runtime.rank * self._rank_rows
+        self._on_gpu = runtime.device.type == "cuda"
+        self._reader = ThreadPoolExecutor(1, "rows")
+        self._read_ahead: dict[int, Future[Batch]] = {}
+
+    def rows(self, step: int) -> Batch:
+        reading = self._read_ahead.pop(step, None) or self._reader.submit(self._read, step)
+        self._read_ahead = {step + 1: self._reader.submit(self._read, step + 1)}
+        return reading.result()
+
+    def _read(self, step: int) -> Batch:
+        batch = self._rows.read((step - 1) * self._global_rows + self._offset, self._rank_rows)
+        batch["labels"][max(0, self._global_rows - self._offset) :] = NOT_TRAINED  # these rows belong to the next step
+        # from pinned memory, the copy to the GPU runs while the GPU computes
+        return {name: column.pin_memory() for name, column in batch.items()} if self._on_gpu else batch
+
+    def names(self, step: int, first: int, count: int) -> list[str]:
+        return self._rows.names((step - 1) * self._global_rows + first, count)
+
+
+def train(
+    options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: TrainingRows | None = None
+) -> None:
+    """Train up to `options.last_step`, from the run's last checkpoint or from the base model, and export the model.
+
+    Args:
+        options: the options, with absolute paths or URIs.
+        stream: the training rows. None: the packed rows in `options.data`.
+
+    Raises:
+        UserError: training failed. All ranks raise it, so that no rank waits for one that failed.
+    """
+    os.environ["DS_ACCELERATOR"] = runtime.device.type  # transformers imports deepspeed, which reads this variable
+    torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # the machine may have fewer CPUs
+    Trainer(model_io.with_supported_precision(options, runtime.device), runtime, make_strategy, stream).fit()
+
+
+class Trainer:
+    """Trains on one rank, and holds this rank's model, optimizer, rows and metrics."""
+
+    def __init__(
+        self, options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: TrainingRows | None
+    ) -> None:
+        self.options, self.runtime = options, runtime
+        cuda_allocator.use_expandable_segments(runtime.device)
+        self.folder = RunFolder(f"{options.output}/{options.name}")
+        self.source = stream or PackedSource(options, runtime)
+        self.evaluation = None if stream else PackedRows(options.data, "eval")
+        torch.manual_seed(options.seed)  # the same on all ranks, which must initialize adapters identically
+        self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
+        with make_strategy.loading(options, runtime, self.plan):
+            model = model_io.load_model(options)
+        self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
+        self.note = composite.note(model)
+        self.meter = Meter(options, runtime, model, self.source.sequence_length)
+        self.strategy = make_strategy(model, options, runtime, self.plan)
+        torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
+        checkpoints.refuse_full_disk(self.strategy, runtime, options.output)
+        self.done = self.saved = checkpoints.restore(self.strategy, runtime)
+        self.log_interval = 1  # in steps; adjusted once the duration of a step is known
+        self.metric_logger = MetricLogger(self.folder, options, runtime, self.done) if runtime.rank == 0 else None
+
+    def fit(self) -> None:
+        """Run the remaining steps and export the model. If the run is asked to stop, nothing is exported."""
+        options = self.options
+        if self.metric_logger:
+            print(self._description(), flush=True)
+            if self.note:
+                print(self.note, flush=True)
+        if self.done < options.last_step:
+            self._refuse_failing_export()
+            checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
+        self.meter.restart()
+        for step in range(self.done + 1, options.last_step + 1):
+            self.step(step)
+            saves = step % options.checkpoint_every == 0 or step == options.last_step
+            evaluates = saves or step % options.eval_every == 0
+            is_due = evaluates or step % self.log_interval == 0
+            if is_due and self._log_and_save(evaluates, saves):
+                break
+        else:
+            self._export()
+        self.runtime.wait()
+        if self.metric_logger and self.done < options.last_step:
+            self.metric_logger.end(self.saved)
+            self.folder.publish()
+
+    def _description(self) -> str:
+        options, workers = self.options, self.runtime.world_size
+        start = f"resumed after step {self.done}" if self.done else "from the start"
+        if self.done >= options.last_step:
+            start = f"already trained to step {self.done}: --fresh starts over"
+        passes = "1 pass" if self.plan.accumulation == 1 else f"{self.plan.accumulation} passes"
+        return (
+            f"{options.name}: {self._size()}, {options.strategy} on {workers} x {self.runtime.device.type} "
+            f"in {options.precision}; {options.global_batch_rows} rows per step = {workers} workers x "
+            f"{options.micro_batch_rows} rows x {passes}; {start}"
+        )
+
+    def _size(self) -> str:
+        if self.trained == self.parameters:
+            return f"{self.parameters:,} parameters"
+        return f"{self.trained:,} trained of {self.parameters:,} parameters"
+
+    def step(self, step: int) -> None:
+        """Run one optimizer step on this rank's rows of a global batch.
+
+        The loss is the mean over the trained tokens of the global batch, so the weight of a token depends neither on
+        the number of workers nor on padding. The factor world_size undoes the averaging of gradients over the ranks.
+        """
+        batch = self._on_device(self.source.rows(step))
+        tokens = total(trained_tokens(batch)).clamp(min=1)
+        micro_batches = _split(batch, self.options.micro_batch_rows)
+        losses = [
+            self.strategy.accumulate(micro_batch, self.runtime.world_size / tokens, last=number == len(micro_batches))
+            for number, micro_batch in enumerate(micro_batches, 1)
+        ]
+        learning_rate = _learning_rate(self.options, step)
+        norm = self.strategy.step(learning_rate)
+        self.meter.add(step, learning_rate, torch.stack(losses) / tokens, norm)
+
+    def _log_and_save(self, evaluates: bool, saves: bool) -> bool:
+        """Log the steps since the last call, and evaluate and save if due. Return whether the run was asked to stop."""
+        rows = self._read_meter()
+        interval = max(1, round(PROGRESS_INTERVAL_S / self.meter.seconds_per_step))
+        self.log_interval = min(self.options.log_every, interval)
+        stops = any_rank(self.runtime.should_stop(), self.runtime.device)
+        if self.evaluation and (evaluates or stops):
+            rows[-1] |= self._evaluate(self.evaluation)
+        if self.metric_logger:
+            self.metric_logger.write(rows, self.meter.seconds_per_step)
+        if saves or stops or self._machine_is_leaving(rows[-1]):
+            started = time.monotonic()
+            checkpoints.save(self.strategy, self.runtime, rows[-1], self.options.output)
+            self.saved = int(rows[-1]["step"])
+            if self.metric_logger:
+                self.metric_logger.checkpoint(self.saved, time.monotonic() - started)
+            self.folder.publish()
+        self.meter.restart()
+        return stops
+
+    def _read_meter(self) -> list[Metrics]:
+        """Return the metrics of the steps since the last call.
+
+        Raises:
+            UserError: a step diverged. All ranks raise it, and the diverged state is not saved.
+        """
+        try:
+            return self.meter.read()
+        except Diverged as diverged:
+            self.runtime.wait()  # until the last checkpoint is stored
+            if broken := weights_check.first_not_finite(self.options.model):
+                raise UserError(
+                    f"step {diverged.step} diverged ({diverged}), because {broken} of {self.options.model} has "
+                    "elements that are not finite. Download the model again, or pass another one."
+                ) from None
+            good = f"the last good checkpoint is from step {self.saved}" if self.saved else "there is no checkpoint yet"
+            raise UserError(
+                f"step {diverged.step} diverged{self._rows_of(diverged)}: {diverged}; {good}. Check the rows, or start "
+                "over with --fresh and a lower --learning-rate or more --warmup-steps."
+            ) from None
+
+    def _rows_of(self, diverged: Diverged) -> str:
+        """Return a phrase that names up to MAX_ROWS_LISTED of the responsible rows, or an empty string for a stream."""
+        rows, end = self.options.micro_batch_rows, self.options.global_batch_rows
+        names = [
+            name
+            for first in (micro_batch * rows for micro_batch in diverged.micro_batches)
+            for name in self.source.names(diverged.step, first, max(0, min(rows, end - first)))
+        ]
+        more = f" and {len(names) - MAX_ROWS_LISTED} more" if len(names) > MAX_ROWS_LISTED else ""
+        return f" on rows {', '.join(names[:MAX_ROWS_LISTED])}{more} of {self.options.data}/train" if names else ""
+
+    def _machine_is_leaving(self, row: Metrics) -> bool:
+        if not self.runtime.should_save():
+            return False
+        if self.metric_logger:
+            print(f"a machine is about to be taken away: saving a checkpoint after step {row['step']}", flush=True)
+        return True
+
+    @torch.no_grad()
+    def _evaluate(self, rows: PackedRows) -> Metrics:
+        """Return the loss and the perplexity over all evaluation tokens.
+
+        Every rank runs the same number of forward passes, because a forward pass may run collectives. Rows beyond the
+        end of the split do not count.
+        """
+        micro_rows = self.options.micro_batch_rows
+        sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
+        self.strategy.module.eval()
+        for number in range(math.ceil(len(rows) / (micro_rows * self.runtime.world_size))):
+            first = (number * self.runtime.world_size + self.runtime.rank) * micro_rows
+            batch = self._on_device(rows.read(first, micro_rows))
+            batch["labels"][max(0, len(rows) - first) :] = NOT_TRAINED
+            sums += torch.stack([self.strategy.summed_loss(batch).double(), trained_tokens(batch).double()])
+        self.strategy.module.train()
+        loss, tokens = total(sums).tolist()
+        return {"eval_loss": loss / tokens, "eval_perplexity": math.exp(loss / tokens)}
+
+    def _refuse_failing_export(self) -> None:
+        """Try on rank 0 all of the export but its weights. If it fails, all ranks raise UserError."""
+
+        def try_export() -> None:
+            if self.runtime.rank == 0:
+                model_io.try_export(self.strategy.model, self._tokenizer(), self.source.eos_ids, self.options)
+
+        if reason := self._failure(try_export):
+            raise UserError(
+                f"the trained model could not be exported ({reason}). Correct the files of {self.options.model}, or "
+                "pass another --model."
+            )
+
+    def _export(self) -> None:
+        """Export the model.
+
+        Raises:
+            UserError: the export failed. All ranks raise it after the last checkpoint is stored.
+        """
+
+        def export() -> None:
+            model_io.export(self.strategy, self._tokenizer(), self.source.eos_ids, self.folder.path, self.options)
+
+        if reason := self._failure(export):
+            self.runtime.wait()
+            again = "again without --fresh" if self.options.fresh else "again"
+            raise UserError(
+                f"the model is trained, but its export failed ({reason}). Its checkpoint of step {self.saved} is "
+                f"complete: correct this, then run the same command {again} to export without training."
+            )
+        self.folder.publish()
+
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self.options.model, self.source.chat_template)
+
+    def _failure(self, work: Callable[[], None]) -> str:
+        """Run `work`, and return why it failed on this or another rank. Return "" if it failed on none."""
+        reason = ""
+        try:
+            work()
+        except (torch.OutOfMemoryError, torch.distributed.DistError):
+            raise  # the other ranks wait in a collective, not for this reason
+        except Exception as error:
+            reason = failures.reason(error)
+        failed = any_rank(bool(reason), self.runtime.device)
+        return reason or "it failed on another worker" if failed else ""
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: column.to(self.runtime.device, non_blocking=True) for name, column in batch.items()}
+
+
+def _split(batch: Batch, rows: int) -> list[Batch]:
+    """Split a batch into micro-batches of `rows` rows."""
+    columns = [column.split(rows) for column in batch.values()]
+    return [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
+
+
+def _learning_rate(options: TrainOptions, step: int) -> float:
+    return learning_rate_at(
+        step,
+        peak=peak_learning_rate(options.learning_rate, options.global_batch_rows, options.reference_batch_rows),
+        warmup_steps=options.warmup_steps,
+        steps=options.steps,
+        min_ratio=options.min_lr_ratio,
+    )
