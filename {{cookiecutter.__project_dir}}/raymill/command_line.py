@@ -1,5 +1,6 @@
 """Rewrite command lines into the form that invoke accepts."""
 
+import difflib
 import shlex
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from itertools import pairwise
 from invoke import Argument, Collection, Exit, ParserContext, Program
 
 from raymill import job_scripts
+from raymill.printable import printable
 
 JOB_ID_VERBS = ("logs", "stop")
 SUBMIT_OPTIONS = {"--job", "-j", "--target", "-t", "--verbose", "-v"}
@@ -17,16 +19,20 @@ HELP = {"--help", "-h"}
 def normalize(program: Program, verbs: Collection) -> None:
     """Accept a job's id after `logs` and `stop`, and a name after an action of `keys`, without a flag.
 
-    Reject a missing job or option, job options before `--`, and a word where a verb expects a number.
+    Reject an unknown verb, a missing job or option, job options before `--`, and a word where a verb expects a number.
 
     tasks.py has this called when it is imported: after invoke parses its own options, but before it parses the verb's.
     """
     words = program.core.unparsed if hasattr(program, "core") else []
     if words[:1] == ["drill"]:
         raise Exit("error: the fault tests are in this project's template. In its folder, run: ./inv faults", 1)
-    verb = next((each for each in _contexts(verbs) if words and words[0] in (each.name, *each.aliases)), None)
-    if verb is None:
+    if not words or words[0].startswith("-"):
         return
+    found = {name: each for each in _contexts(verbs) for name in (str(each.name), *each.aliases)}
+    verb = found.get(words[0])
+    if verb is None:
+        near = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(words[0], found, 1))
+        raise Exit(printable(f"error: there is no verb {words[0]!r}.{near} List all: inv --list"), 1)
     arguments = list(verb.args.values())
     flags = {f"{'-' * min(len(name), 2)}{name}": argument for argument in arguments for name in argument.names}
     positions = _positional(words, flags)

@@ -38,6 +38,19 @@ def required(found: list[Argument]) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("sumbit", "there is no verb 'sumbit'. Did you mean submit? List all: inv --list"),
+        ("Status", "there is no verb 'Status'. Did you mean status? List all: inv --list"),
+        ("qqq", "there is no verb 'qqq'. List all: inv --list"),
+        ("x\x1b[2J", "there is no verb 'x\\x1b[2J'. List all: inv --list"),
+    ],
+)
+def test_a_mistyped_verb_gets_the_nearest(tasks: ModuleType, typed: str, said: str) -> None:
+    assert sentence(tasks, [typed, "--target", "aws"]) == f"error: {said}"
+
+
 def test_a_verb_without_what_it_needs_says_so(tasks: ModuleType) -> None:
     for name, found in arguments(tasks):
         words = required(found)
