@@ -5,11 +5,11 @@ import subprocess
 import sys
 import time
 
-from raymill import settings
 from raymill.aws import prepare, ray_up, teardown
 from raymill.common import cluster_file
 from raymill.common.cluster_file import FILE
 from raymill.emulator import sandbox
+from raymill.errors import UserError
 
 ROUNDS = 3
 
@@ -21,7 +21,7 @@ def main() -> None:
         return
     try:
         sandbox.run_in_fresh_cloud("benchmarks.bench_up")
-    except settings.UserError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from benchmarks import harness
 from benchmarks.report import Result, at_least
 from raymill import settings
+from raymill.errors import UserError
 from raymill.training.dataset import Batch
 from raymill.training.options import DDPOptions, TrainOptions
 from raymill.training.runtimes.runtime import Runtime, SingleProcess
@@ -72,7 +73,7 @@ def measure() -> Result:
         UserError: there is no CUDA device, or its peak FLOP/s is unknown.
     """
     if not torch.cuda.is_available():
-        raise settings.UserError(
+        raise UserError(
             "there is no CUDA device, or torch is a CPU build. On a machine with a CUDA device, install "
             "build/bench/requirements/cluster.txt and run: PYTHONPATH=build/bench:. python -m benchmarks gpu"
         )
@@ -103,7 +104,7 @@ def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: A
     except torch.OutOfMemoryError:
         return {"MFU": "out of memory", "tokens/s": "", "GiB": ""}
     if "mfu" not in row:
-        raise settings.UserError(f"PEAK_BF16_FLOPS has no entry for {torch.cuda.get_device_name()}: add its peak.")
+        raise UserError(f"PEAK_BF16_FLOPS has no entry for {torch.cuda.get_device_name()}: add its peak.")
     return {"MFU": row["mfu"], "tokens/s": row["tokens_per_s"], "GiB": torch.cuda.max_memory_allocated() / 2**30}
 
 

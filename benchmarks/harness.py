@@ -24,6 +24,7 @@ from benchmarks.report import FOLDER, Result
 from raymill import environment, settings
 from raymill.demo import assets
 from raymill.demo.assets import Fact
+from raymill.errors import UserError
 from raymill.local.head import RaySection
 from raymill.network import free_ports
 from raymill.ray_support import cli  # noqa: F401 - sets variables that `import ray` reads
@@ -44,7 +45,7 @@ def main(measure: Callable[[], Result]) -> None:
     """Measure one part. Write its result to the file named on the command line, or print why it was not measured."""
     try:
         result = measure()
-    except settings.UserError as refusal:
+    except UserError as refusal:
         print(f"not measured: {refusal}", flush=True)
     else:
         Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")

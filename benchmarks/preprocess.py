@@ -14,6 +14,7 @@ from benchmarks.report import Result, at_least, at_most
 from jobs import preprocess
 from jobs.preprocess import PreprocessOptions
 from raymill import settings
+from raymill.errors import UserError
 
 ROWS, ROUNDS = 300_000, 9
 FEW = 100  # rows of the runs that measure the start-up: processing them takes almost no time
@@ -108,9 +109,7 @@ def _peer(script: str, rows: Path, folder: Path) -> Work:
 
 def _refuse_different_work(made: list[Work]) -> None:
     if len({work[1:] for work in made}) > 1:
-        raise settings.UserError(
-            f"the implementations made different tokens, so their times cannot be compared: {made}"
-        )
+        raise UserError(f"the implementations made different tokens, so their times cannot be compared: {made}")
 
 
 def _peak_mib(count: int, folder: Path) -> float:

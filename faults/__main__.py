@@ -8,8 +8,8 @@ This module must run in a project's folder and environment, with the template on
 import sys
 
 from faults import catalog
-from raymill import settings
 from raymill.emulator import sandbox
+from raymill.errors import UserError
 
 
 def main(only: str = "") -> None:
@@ -17,7 +17,7 @@ def main(only: str = "") -> None:
     try:
         catalog.choose(only)  # fail before the cloud starts if a word matches no fault
         sandbox.run_in_fresh_cloud("faults.runner", only)
-    except (ValueError, settings.UserError) as error:
+    except (ValueError, UserError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -26,6 +26,7 @@ from raymill.common import cluster_file, instances
 from raymill.common.cluster_file import ClusterFile
 from raymill.emulator import scenario
 from raymill.emulator.waiting import slowdown, wait_for
+from raymill.errors import UserError
 from raymill.target import Connection
 
 VERB_TIMEOUT_S = 600
@@ -45,7 +46,7 @@ class Harness:
         try:
             with contextlib.redirect_stdout(output):  # hides fifty lines that are the same in each test
                 target.up(yes=True)
-        except settings.UserError:
+        except UserError:
             print(output.getvalue())
             raise
         print(f"up after {time.monotonic() - started:.0f} s", flush=True)
@@ -126,8 +127,8 @@ class Harness:
         client = self.connection.client()
         try:
             wait_for(lambda: client.get_job_status(job).is_terminal(), timeout_s, f"{job} to end")
-        except settings.UserError as error:
-            raise settings.UserError(f"{error}. The end of its log: {self.log(job)[-2000:]}") from None
+        except UserError as error:
+            raise UserError(f"{error}. The end of its log: {self.log(job)[-2000:]}") from None
         assert client.get_job_status(job) == "SUCCEEDED", self.log(job)[-2000:]
         return self.log(job)
 

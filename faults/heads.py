@@ -13,6 +13,7 @@ from raymill.aws import guard
 from raymill.common import instances, limits
 from raymill.emulator import scenario
 from raymill.emulator.waiting import slowdown, wait_for
+from raymill.errors import UserError
 from raymill.job_client import Unreachable
 from raymill.node import log_shipping
 from raymill.node.state import INTERVAL_S, LAUNCHED
@@ -209,7 +210,7 @@ def head_reboots(harness: Harness) -> str:
 def _answers(harness: Harness) -> bool:
     try:
         return "up" in harness.head().run("uptime")
-    except settings.UserError:
+    except UserError:
         return False
 
 

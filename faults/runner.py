@@ -16,9 +16,9 @@ from rich.table import Table
 from faults import catalog
 from faults.catalog import Fault
 from faults.harness import Harness, control
-from raymill import settings
 from raymill.aws.target import Aws
 from raymill.emulator import scenario
+from raymill.errors import UserError
 
 CONSOLE = Console(highlight=False)
 STACK_S = 5
@@ -40,7 +40,7 @@ def run(only: str) -> None:
     """Run the tests of the faults that `catalog.choose` returns for `only`.
 
     Raises:
-        settings.UserError: a test failed, or `down` left something behind.
+        UserError: a test failed, or `down` left something behind.
     """
     faults = catalog.choose(only)
     harness, target = Harness(), Aws()
@@ -51,9 +51,9 @@ def run(only: str) -> None:
     left = target.down()
     _show(results)
     if failed := [result.fault.name for result in results if result.problem]:
-        raise settings.UserError(f"faults not handled as expected: {'; '.join(failed)}")
+        raise UserError(f"faults not handled as expected: {'; '.join(failed)}")
     if left:
-        raise settings.UserError(f"left behind after down: {', '.join(left)}")
+        raise UserError(f"left behind after down: {', '.join(left)}")
 
 
 def _run_fault(harness: Harness, fault: Fault) -> FaultResult:
@@ -89,7 +89,7 @@ def _show(results: list[FaultResult]) -> None:
 if __name__ == "__main__":
     try:
         run(sys.argv[1])
-    except settings.UserError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

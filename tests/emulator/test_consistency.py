@@ -15,9 +15,9 @@ from raymill.aws import secrets_manager
 from raymill.common import cluster_file
 from raymill.common.cluster_file import ClusterFile
 from raymill.emulator import api, consistency, iam
+from raymill.errors import UserError
 from raymill.output_lease import Holder
 from raymill.serving.keys import OWNER_SECRET
-from raymill.settings import UserError
 
 
 class Clock:

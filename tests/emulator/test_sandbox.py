@@ -15,6 +15,7 @@ import pytest
 from raymill import environment, settings
 from raymill.common import cluster_file
 from raymill.emulator import packages, sandbox
+from raymill.errors import UserError
 
 pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 TIMEOUT_S = 10
@@ -146,7 +147,7 @@ def test_a_newly_installed_sshd_is_disabled(calls: Path, monkeypatch: pytest.Mon
 
 def test_without_root_it_says_what_to_install(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(settings.UserError, match="Run: sudo apt-get install rsync sudo"):
+    with pytest.raises(UserError, match="Run: sudo apt-get install rsync sudo"):
         sandbox.start(cluster_file.load().region)
     assert not calls.exists(), "apt-get was run"
 

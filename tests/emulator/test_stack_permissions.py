@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from moto.iam.models import iam_backends
 
-from raymill import settings
 from raymill.aws import guard, load_balancer, prepare, secrets_manager, stack
 from raymill.aws.doctor import checks, permissions
 from raymill.aws.target import Aws
 from raymill.emulator import iam, registry, stack_updates
 from raymill.emulator.moto_instances import ACCOUNT
+from raymill.errors import UserError
 from tests.emulator.emulated_account import EmulatedAccount
 
 BOUNDARY = f"arn:aws:iam::{ACCOUNT}:policy/limits"
@@ -126,7 +126,7 @@ def test_a_caller_with_exactly_the_doctors_permissions_can_do_everything(
 @pytest.mark.parametrize("without", ["ec2:CreateVpc", "iam:CreateServiceLinkedRole", "budgets:TagResource"])
 def test_without_one_of_them_prepare_fails_and_names_it(account: EmulatedAccount, without: str) -> None:
     account.allow([*EVERYTHING - {without}, "acm:RequestCertificate"])
-    with pytest.raises(settings.UserError, match=f"not authorized to perform: {without} on"):
+    with pytest.raises(UserError, match=f"not authorized to perform: {without} on"):
         live_with_every_option(account)
     assert stack.find(account.file) is None
 
@@ -186,7 +186,7 @@ def test_a_company_may_require_a_permissions_boundary(account: EmulatedAccount) 
     finding, *_ = permissions.check(checks._sign_in(account.file))
     assert "iam:CreateRole" in finding.text
     assert "set permissions_boundary in [cluster.iam]" in finding.text
-    with pytest.raises(settings.UserError, match="iam:CreateRole"):
+    with pytest.raises(UserError, match="iam:CreateRole"):
         prepare.prepare(account.file)
     account.assign("cluster.iam", f'permissions_boundary = "{BOUNDARY}"')
     assert missing(account) == set()
@@ -200,5 +200,5 @@ def test_a_company_may_require_a_permissions_boundary(account: EmulatedAccount) 
 @pytest.mark.parametrize("arn", ["limits", "arn:aws:iam::123456789012:role/limits"])
 def test_a_boundary_is_the_arn_of_a_policy(account: EmulatedAccount, arn: str) -> None:
     account.assign("cluster.iam", f'permissions_boundary = "{arn}"')
-    with pytest.raises(settings.UserError, match="permissions_boundary"):
+    with pytest.raises(UserError, match="permissions_boundary"):
         prepare.prepare(account.file)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from moto.cloudformation.models import cloudformation_backends
 
-from raymill import settings
 from raymill.aws import guard, key_pair, prepare, stack, teardown, vpc
 from raymill.aws.target import Aws
 from raymill.emulator.moto_instances import ACCOUNT
+from raymill.errors import UserError
 from tests.emulator.emulated_account import EmulatedAccount
 
 DURATION_S = 0.5
@@ -92,7 +92,7 @@ def test_down_and_prepare_wait_for_each_other(slow: EmulatedAccount) -> None:
         stack.delete(slow.file)
         try:
             assert creating.result() == "created"
-        except settings.UserError as error:  # it looks only after the deletion has begun
+        except UserError as error:  # it looks only after the deletion has begun
             assert "another operation ended it. Run: aws cloudformation" in str(error)  # noqa: PT017
     assert stack.find(slow.file) is None
     deploy(slow)
@@ -130,7 +130,7 @@ def test_a_stack_in_a_final_state_is_updated_or_made_again(
 def test_a_stack_that_needs_a_decision(account: EmulatedAccount, status: str, advice: str) -> None:
     deploy(account)
     account.stack.status = status
-    with pytest.raises(settings.UserError, match=advice):
+    with pytest.raises(UserError, match=advice):
         deploy(account)
 
 
@@ -164,7 +164,7 @@ def test_an_operation_without_end_is_said(account: EmulatedAccount, monkeypatch:
     monkeypatch.setattr(stack, "STACK_TIMEOUT_S", 0.2)
     deploy(account)
     account.stack.status = "UPDATE_IN_PROGRESS"
-    with pytest.raises(settings.UserError, match=r"is still UPDATE_IN_PROGRESS after 0 s\. Run the command again"):
+    with pytest.raises(UserError, match=r"is still UPDATE_IN_PROGRESS after 0 s\. Run the command again"):
         deploy(account)
 
 
@@ -172,7 +172,7 @@ def test_a_rollback_that_stays_stuck_says_so(account: EmulatedAccount) -> None:
     deploy(account)
     account.stack.status = "UPDATE_ROLLBACK_FAILED"
     account.api.stacks.continues = False
-    with pytest.raises(settings.UserError, match=r"continuing the rollback of the stack .* failed: .* Run: inv down"):
+    with pytest.raises(UserError, match=r"continuing the rollback of the stack .* failed: .* Run: inv down"):
         deploy(account)
     stack.delete(account.file)
 
@@ -182,12 +182,12 @@ def test_a_failed_update_names_its_own_reason_and_not_that_of_an_earlier_one(acc
     others = ["cloudformation:*", "iam:*", "lambda:*", "ec2:Describe*"]
     account.allow([*others, "ec2:*"])
     budget = {"BudgetDollars": "10", "BudgetEmail": "a@example.com"}
-    with pytest.raises(settings.UserError, match=r"updating the stack .* Budget: .* perform: budgets:"):
+    with pytest.raises(UserError, match=r"updating the stack .* Budget: .* perform: budgets:"):
         deploy(account, **budget)
     account.allow([*others, "ec2:*", "budgets:*"])
     assert deploy(account, **budget) == "updated", "an earlier rollback is no failure of this update"
     account.allow([*others, "budgets:*"])
-    with pytest.raises(settings.UserError, match=r"updating the stack .* perform: ec2:") as raised:
+    with pytest.raises(UserError, match=r"updating the stack .* perform: ec2:") as raised:
         deploy(account, Private="yes", **budget)
     assert "budgets" not in str(raised.value)
     assert deploy(account, **budget) == "is up to date"
@@ -195,7 +195,7 @@ def test_a_failed_update_names_its_own_reason_and_not_that_of_an_earlier_one(acc
 
 def test_a_creation_that_fails_says_why_and_leaves_nothing(slow: EmulatedAccount) -> None:
     slow.allow(["cloudformation:*", "ec2:Describe*", "iam:*", "lambda:*", "scheduler:*", "secretsmanager:*"])
-    with pytest.raises(settings.UserError, match=r"creating the stack my-llm failed: Network: .* ec2:CreateTags"):
+    with pytest.raises(UserError, match=r"creating the stack my-llm failed: Network: .* ec2:CreateTags"):
         deploy(slow)
     assert stack.find(slow.file) is None
     assert teardown.leftovers(slow.file) == []
@@ -208,5 +208,5 @@ def test_what_is_freed_late_is_deleted_in_a_second_attempt(account: EmulatedAcco
     assert stack.find(account.file) is None
     deploy(account)
     account.api.stacks.refused_deletions = stack.DELETE_ATTEMPTS
-    with pytest.raises(settings.UserError, match=r"deleting the stack .* failed: Group: .*dependent object"):
+    with pytest.raises(UserError, match=r"deleting the stack .* failed: Group: .*dependent object"):
         stack.delete(account.file)

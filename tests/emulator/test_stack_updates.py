@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from raymill import settings
 from raymill.aws import launcher_file, prepare, stack, teardown
 from raymill.aws.target import Aws
 from raymill.common import instances
 from raymill.emulator import registry, stack_resources, stack_updates
 from raymill.emulator.moto_instances import ACCOUNT
+from raymill.errors import UserError
 from tests.emulator.emulated_account import EmulatedAccount
 
 NETWORK, BUDGET, CAPACITY, IAM = "cluster.network", "cluster.budget", "cluster.capacity", "cluster.iam"
@@ -167,17 +167,15 @@ def test_the_users_subnets_can_change_only_inside_their_vpc(account: EmulatedAcc
         prepare.prepare(account.file)
         assert group_id(account) == group
     account.assign(NETWORK, f'subnets = ["{foreign}"]', 'head_subnet = ""', 'certificate = ""', 'clients = ""')
-    with pytest.raises(
-        settings.UserError, match=rf"is in vpc-\w+, and .* mean {other_vpc}\. To move it, run: inv down"
-    ):
+    with pytest.raises(UserError, match=rf"is in vpc-\w+, and .* mean {other_vpc}\. To move it, run: inv down"):
         prepare.prepare(account.file)
     account.assign(NETWORK, "subnets = []")
-    with pytest.raises(settings.UserError, match=r"is in vpc-\w+, and .* mean a VPC of its own"):
+    with pytest.raises(UserError, match=r"is in vpc-\w+, and .* mean a VPC of its own"):
         prepare.prepare(account.file)
     prepare.delete(account.file)
     prepare.prepare(account.file)
     account.assign(NETWORK, f'subnets = ["{foreign}"]')
-    with pytest.raises(settings.UserError, match=rf"is in a VPC of its own, and .* mean {other_vpc}"):
+    with pytest.raises(UserError, match=rf"is in a VPC of its own, and .* mean {other_vpc}"):
         prepare.prepare(account.file)
 
 
@@ -216,7 +214,7 @@ def test_subnets_and_placement_groups_stay_while_workers_run_in_them(account: Em
     ):
         worker = account.launch(node_type)
         account.assign(section, assignment)
-        with pytest.raises(settings.UserError, match=rf"{key} in settings.toml cannot .* run \({worker}\)"):
+        with pytest.raises(UserError, match=rf"{key} in settings.toml cannot .* run \({worker}\)"):
             prepare.prepare(launcher_file.load())
         instances.terminate(account.file, [worker])
         prepare.prepare(launcher_file.load())

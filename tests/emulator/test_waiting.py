@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from raymill import settings
 from raymill.emulator import waiting
+from raymill.errors import UserError
 
 
 def test_a_machine_three_times_slower_gets_three_times_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,5 +15,5 @@ def test_a_machine_three_times_slower_gets_three_times_the_timeout(monkeypatch: 
     monkeypatch.setattr(waiting.time, "sleep", lambda _: None)
     answers = iter([False, False, True])
     assert waiting.wait_for(lambda: next(answers), 10, "a host") == 30
-    with pytest.raises(settings.UserError, match="waited 30 s for a host"):
+    with pytest.raises(UserError, match="waited 30 s for a host"):
         waiting.wait_for(lambda: False, 10, "a host")

@@ -11,12 +11,13 @@ if __name__ == "__main__":
     cli.parse(EmbedOptions, "embed")  # before the imports below, which take seconds
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.rag import documents, embedding, hit_rate, index, pipeline
 from raymill.rag.chunking import Chunker
 from raymill.rag.embedder import EmbeddingModelInfo
 from raymill.rag.hit_rate import Question
 from raymill.ray_support import capacity, job_lease, model_cache
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 
 def main(options: EmbedOptions) -> None:

@@ -7,10 +7,10 @@ if __name__ == "__main__":
     cli.parse(EvaluateOptions, "evaluate")  # before the imports below, which take seconds
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.evaluation import candidates, evaluation, results
 from raymill.evaluation.candidates import Candidate
 from raymill.ray_support import capacity
-from raymill.settings import UserError
 from raymill.training.dataset import PackedRows, read_manifest
 
 

@@ -9,10 +9,10 @@ if __name__ == "__main__":
 import asyncio
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.rag import deployment, evaluation, hit_rate
 from raymill.rag.evaluation import Question
 from raymill.serving import preflight
-from raymill.settings import UserError
 
 
 def main(options: EvaluateRagOptions) -> None:

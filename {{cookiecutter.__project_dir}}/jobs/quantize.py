@@ -12,10 +12,11 @@ if __name__ == "__main__":
 import time
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.model_config import other_parts
 from raymill.quantization import quantization
 from raymill.ray_support import capacity, job_lease, model_cache
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 from raymill.training import preflight, weights_check
 from raymill.training.dataset import PackedRows, read_manifest
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support import capacity, gang, job_lease, ray_logging
 from raymill.training import transport
 from raymill.training.checkpoint_check import is_damaged
@@ -57,7 +58,7 @@ def main(options: ClassifierOptions) -> None:
         )
         result = trainer.fit()
     if result.return_value:
-        raise settings.UserError(result.return_value)
+        raise UserError(result.return_value)
     metrics = result.metrics
     print(f"test accuracy {metrics['accuracy']:.1%} after {metrics['epoch']} epochs; checkpoints: {folder}", flush=True)
 
@@ -70,7 +71,7 @@ def train(options: ClassifierOptions) -> str | None:
     device = torch.device("cpu") if options.device == "cpu" else get_device()  # many: the GPU of this worker
     try:  # many: the network between machines can be slow without an error
         transport.require_efa(device, workers, context.get_local_world_size())
-    except settings.UserError as error:
+    except UserError as error:
         return str(error)  # Ray would start the workers again if they raised it
 
     torch.manual_seed(options.seed)
@@ -91,7 +92,7 @@ def train(options: ClassifierOptions) -> str | None:
 
     try:
         done = resume(model, optimizer)
-    except settings.UserError as error:
+    except UserError as error:
         return str(error)
     for epoch in range(done + 1, options.epochs + 1):
         started = time.perf_counter()
@@ -137,7 +138,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     with checkpoint.as_directory() as folder:
         file = Path(folder, STATE)
         if is_damaged(file):
-            raise settings.UserError(f"the checkpoint {checkpoint.path} is damaged. Start over with another --name.")
+            raise UserError(f"the checkpoint {checkpoint.path} is damaged. Start over with another --name.")
         state = torch.load(file, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

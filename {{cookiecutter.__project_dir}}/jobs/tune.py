@@ -9,6 +9,7 @@ if __name__ == "__main__":
 from rich.console import Console
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support import job_lease
 from raymill.training import preflight
 from raymill.tuning import search, trials
@@ -33,7 +34,7 @@ def main(options: TuneOptions) -> None:
             print(f"best settings, for settings.toml:\n{trials.snippet(outcomes[0].trial, settings.active_profile())}")
         trials.delete_weights(options.folder, searched)
     if failures:
-        raise settings.UserError(
+        raise UserError(
             f"{len(failures)} of {len(searched)} trials failed ({failures[0]}). Fix the cause, then run the same "
             "command again to resume them."
         )

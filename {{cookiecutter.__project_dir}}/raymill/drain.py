@@ -2,7 +2,8 @@
 
 import threading
 
-from raymill import settings, status, submission
+from raymill import status, submission
+from raymill.errors import UserError
 from raymill.printable import printable
 from raymill.target import Target
 
@@ -28,7 +29,7 @@ def _stop_models(target: Target, seconds: int) -> None:
         connection = target.connect()
         if not status.snapshot(connection).serve["applications"]:
             return
-    except settings.UserError:
+    except UserError:
         return  # the cluster is not up, or its head is lost
     except Exception as error:  # it answers, but not as expected
         print(printable(f"what is served is unknown, and ends with the cluster: {type(error).__name__}: {error}"))

@@ -8,6 +8,7 @@ from dotenv import dotenv_values, set_key
 from filelock import FileLock, Timeout
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.serving.keys import OTHERS_SECRET
 
 LOCK_TIMEOUT_S = 60.0
@@ -26,7 +27,7 @@ class EnvFile:
         """
         file = settings.PROJECT / ".env"
         if not file.is_file():
-            raise settings.UserError(f"there is no .env, which stores the keys. Run: {settings.inv('up')}")
+            raise UserError(f"there is no .env, which stores the keys. Run: {settings.inv('up')}")
         return dotenv_values(file).get(OTHERS_SECRET) or ""
 
     def update(self, change: Callable[[str], str]) -> None:
@@ -46,7 +47,7 @@ def locked() -> Iterator[None]:
         with FileLock(f"{file}.lock", LOCK_TIMEOUT_S, mode=0o600):
             yield
     except Timeout:
-        raise settings.UserError(
+        raise UserError(
             f"another process has been changing {file} for {LOCK_TIMEOUT_S:.0f} s. End that process, then try again"
         ) from None
 

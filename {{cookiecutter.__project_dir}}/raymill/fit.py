@@ -23,6 +23,7 @@ from rich.console import Console
 
 from raymill import environment, job_scripts, settings
 from raymill.common import cluster_file, gpu_types
+from raymill.errors import UserError
 from raymill.fake_gpu import build
 from raymill.instance_types import InstanceType
 
@@ -59,13 +60,13 @@ def fit(job: str, options: list[str], console: Console) -> None:
     """Print what a job needs on a GPU of the cluster, and the largest micro-batch that fits.
 
     Raises:
-        settings.UserError: this is not a fine-tuning job, or this machine cannot run a fake GPU.
+        UserError: this is not a fine-tuning job, or this machine cannot run a fake GPU.
         Exit: the job does not fit, or it ended with an error, which it has printed.
     """
     if job not in job_scripts.fine_tuning():
-        raise settings.UserError(f"fit cannot measure {job}. Run: inv fit {' | '.join(job_scripts.fine_tuning())}")
+        raise UserError(f"fit cannot measure {job}. Run: inv fit {' | '.join(job_scripts.fine_tuning())}")
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise settings.UserError(
+        raise UserError(
             f"fit needs Linux on x86-64, because it uses the packages of the nodes. Use: {settings.inv('plan MODEL')}"
         )
     gpu = Gpu(nodes_environment(), _instance())

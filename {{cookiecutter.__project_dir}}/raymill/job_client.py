@@ -10,7 +10,7 @@ import requests
 from ray.exceptions import RayError
 from ray.job_submission import JobDetails
 
-from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support.private.job_sdk import HookedJobClient
 
 # first, to connect or to send a block; second, to receive the next block. Ray's client has no timeouts.
@@ -20,7 +20,7 @@ PROBE_JOB = "probe"
 """Id of the empty job with which `up` checks the local cluster. Do not delete it: Ray would then list it as failed."""
 
 
-class Unreachable(settings.UserError):
+class Unreachable(UserError):
     """A cluster that was up does not answer, or the answer is not from Ray."""
 
     exit_code = 69  # EX_UNAVAILABLE in sysexits.h; no job exits with this code by chance

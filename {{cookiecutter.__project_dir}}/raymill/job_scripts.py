@@ -8,6 +8,7 @@ from pathlib import Path
 from invoke import Exit
 
 from raymill import settings
+from raymill.errors import UserError
 
 
 def names() -> list[str]:
@@ -21,9 +22,9 @@ def fine_tuning() -> list[str]:
 
 
 def find(job: str) -> Path:
-    """Return the path of a job's script. Raises `settings.UserError` if there is no such job."""
+    """Return the path of a job's script. Raises `UserError` if there is no such job."""
     if job not in names():
-        raise settings.UserError(f"there is no job {job!r}. Run: {settings.inv('submit')} {' | '.join(names())}")
+        raise UserError(f"there is no job {job!r}. Run: {settings.inv('submit')} {' | '.join(names())}")
     return settings.PROJECT / "jobs" / f"{job}.py"
 
 
@@ -34,7 +35,7 @@ def check(job: str, options: list[str], profile: str) -> bool:
     `cli.parse` is not checked, because the check would run it.
 
     Raises:
-        settings.UserError: there is no such job.
+        UserError: there is no such job.
         Exit: an option is wrong; the job has printed the error.
     """
     if "cli.parse(" not in find(job).read_text(encoding="utf-8"):

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from raymill import env_file, settings
 from raymill.console import cell
+from raymill.errors import UserError
 from raymill.serving.keys import OWNER, ApiKey, parse
 from raymill.status import empty_table
 from raymill.target import KeyStore
@@ -30,11 +31,11 @@ def add(stores: Sequence[KeyStore], name: str, days: int, models: str) -> str:
         UserError: the name is taken or not valid, a model's name is not valid, or `days` is negative.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.@-]*", name, re.ASCII):
-        raise settings.UserError(f"{name!r} is not a name for a key. Use letters, digits and . _ @ -, such as: alice")
+        raise UserError(f"{name!r} is not a name for a key. Use letters, digits and . _ @ -, such as: alice")
     if days < 0:
-        raise settings.UserError(f"--days is {days}. Use a positive number, such as --days 90")
+        raise UserError(f"--days is {days}. Use a positive number, such as --days 90")
     if not re.fullmatch(r"[^\s:|'\"#]*", models):
-        raise settings.UserError(
+        raise UserError(
             f"--models is {models!r}. Use the names that {settings.inv('models')} shows: --models NAME,NAME"
         )
     key = secrets.token_urlsafe(32)
@@ -46,7 +47,7 @@ def add(stores: Sequence[KeyStore], name: str, days: int, models: str) -> str:
 
     def added(value: str) -> str:
         if name in (OWNER, *map(_name, _entries(value))):
-            raise settings.UserError(
+            raise UserError(
                 f"there already is a key of {name}. Use another name, or first run: {settings.inv('keys revoke', name)}"
             )
         return _value([*_entries(value), entry])
@@ -66,7 +67,7 @@ def revoke(stores: Sequence[KeyStore], name: str) -> None:
         UserError: the first store has no such key.
     """
     if name == OWNER:
-        raise settings.UserError(
+        raise UserError(
             f"the key of owner is SERVE_API_KEY. To replace it, change it in .env. Other keys: "
             f"{settings.inv('keys revoke NAME')}"
         )
@@ -75,7 +76,7 @@ def revoke(stores: Sequence[KeyStore], name: str) -> None:
         names = [_name(entry) for entry in _entries(value)]
         if name not in names:
             found = ", ".join(names) or "none"
-            raise settings.UserError(f"there is no key of {name!r} (found: {found}). Run: {settings.inv('keys')}")
+            raise UserError(f"there is no key of {name!r} (found: {found}). Run: {settings.inv('keys')}")
         return _value(_without(value, name))
 
     first, *others = stores
@@ -104,7 +105,7 @@ def _parse(store: KeyStore) -> list[ApiKey]:
     try:
         return list(parse(store.read()))
     except ValueError as error:
-        raise settings.UserError(f"{error}. Correct it in {store.name}") from None
+        raise UserError(f"{error}. Correct it in {store.name}") from None
 
 
 def _entries(value: str) -> list[str]:

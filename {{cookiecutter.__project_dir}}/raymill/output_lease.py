@@ -23,7 +23,8 @@ from filelock import FileLock
 from pydantic import BaseModel
 
 from raymill import state_files
-from raymill.settings import UserError, inv
+from raymill.errors import UserError
+from raymill.settings import inv
 
 LEASE = ".lease"
 LOCK = ".lease.lock"  # locks the lease of a local folder while it is compared and changed

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raymill import network, settings
+from raymill.errors import UserError
 from raymill.target import Connection
 
 PORT = 9099  # the service of Debian's package uses Prometheus's own port, 9090
@@ -20,13 +21,13 @@ def run(connection: Connection) -> None:
     """Collect metrics until Ctrl-C. They are kept, so that the next call continues.
 
     Raises:
-        settings.UserError: Prometheus is not installed, or ends by itself.
+        UserError: Prometheus is not installed, or ends by itself.
     """
     program = shutil.which("prometheus")
     if not program:
-        raise settings.UserError("not installed: prometheus. Run: sudo apt-get install prometheus")
+        raise UserError("not installed: prometheus. Run: sudo apt-get install prometheus")
     if not network.is_free(PORT):
-        raise settings.UserError(f"port {PORT} is in use. End the other `inv metrics`, then run it again")
+        raise UserError(f"port {PORT} is in use. End the other `inv metrics`, then run it again")
     data = settings.PROJECT / ".cluster" / "prometheus" / connection.target
     data.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:  # only its owner can read the token in it
@@ -62,7 +63,7 @@ def _wait(process: subprocess.Popen) -> None:
         signal.signal(number, lambda *_: sys.exit(1))
     try:
         if code := process.wait():
-            raise settings.UserError(
+            raise UserError(
                 f"Prometheus ended with exit code {code}; its messages are above. Run: {settings.inv('metrics')}"
             )
     except KeyboardInterrupt:

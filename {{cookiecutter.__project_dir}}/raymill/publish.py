@@ -12,6 +12,7 @@ import pyarrow.fs
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.model_config import other_parts
 from raymill.ray_support import job_secrets
 from raymill.training import history, model_card, preflight, storage
@@ -24,15 +25,15 @@ def publish(name: str, repository: str, license_id: str, *, public: bool) -> str
     """Upload the model in one commit, and return its URL. Creates a private repository, unless it exists.
 
     Raises:
-        settings.UserError: the run has no model, there is no token, or the hub refuses.
+        UserError: the run has no model, there is no token, or the hub refuses.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise settings.UserError(f"{repository!r} is not the name of a repository. Pass --to OWNER/NAME")
+        raise UserError(f"{repository!r} is not the name of a repository. Pass --to OWNER/NAME")
     output = settings.resolve(settings.load(OutputSection, "train").output)
     [run] = history.read_all(output, [name])
     token = os.environ.get("HF_TOKEN") or job_secrets.read(["HF_TOKEN"]).get("HF_TOKEN")
     if not token:
-        raise settings.UserError(
+        raise UserError(
             "HF_TOKEN is not set. Put a token that may write, from https://huggingface.co/settings/tokens, into .env"
         )
     api = HfApi(token=token)
@@ -40,7 +41,7 @@ def publish(name: str, repository: str, license_id: str, *, public: bool) -> str
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CARD)
         is_adapter = (folder / "adapter_config.json").exists()
         if not is_adapter and not (folder / "config.json").exists():
-            raise settings.UserError(
+            raise UserError(
                 f"the run {name} has no exported model yet. Finish it: {settings.inv('submit finetune_ddp')}"
             )
         parts = () if is_adapter else other_parts(preflight.load_config(str(folder)))
@@ -54,7 +55,7 @@ def publish(name: str, repository: str, license_id: str, *, public: bool) -> str
             api.create_commit(repository, operations, commit_message=f"Upload the model of the run {name}")
         except (httpx2.HTTPError, OSError, ValueError) as error:  # ValueError: the hub knows no such license
             reason = " ".join(str(error).split())
-            raise settings.UserError(
+            raise UserError(
                 f"the hub did not take {repository} ({reason}). Check the license and the token's permissions, then "
                 "run it again"
             ) from None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raymill import settings
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from raymill.errors import UserError
+
 PROJECT = Path(__file__).resolve().parents[1]
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
@@ -17,13 +19,6 @@ RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add", "caller": "call
 """Maps renamed keys and options to their new names, which error messages suggest."""
 TARGET = "INV_TARGET"
 """Environment variable: the target of the verb or job that runs."""
-
-
-class UserError(Exception):
-    """An error that the user can fix. The message says what is wrong, where, and what to do."""
-
-    exit_code = 1
-    """Exit code of a verb that fails with this error."""
 
 
 def inv(words: str, *values: str) -> str:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 T = TypeVar("T")
 

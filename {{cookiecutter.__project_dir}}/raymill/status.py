@@ -11,8 +11,9 @@ import requests
 from rich.console import Console
 from rich.table import Table
 
-from raymill import job_client, settings
+from raymill import job_client
 from raymill.console import cell
+from raymill.errors import UserError
 from raymill.target import CloudStatus, Connection, PastJob
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
@@ -91,7 +92,7 @@ def show_past(jobs: list[PastJob], console: Console) -> None:
 
 
 def address(snapshot: Snapshot, connection: Connection) -> str:
-    """Return the served model's URL, as seen from this machine. Raises `settings.UserError` if no model is served."""
+    """Return the served model's URL, as seen from this machine. Raises `UserError` if no model is served."""
     applications = snapshot.serve["applications"].values()
     # "/" comes first, because it serves all models
     for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):
@@ -100,7 +101,7 @@ def address(snapshot: Snapshot, connection: Connection) -> str:
             for port, local_port in connection.forwarded_ports.items():
                 url = url.replace(f":{port}", f":{local_port}")
             return url
-    raise settings.UserError(f"no model is served. Run: inv submit{connection.target_option} serve_llm")
+    raise UserError(f"no model is served. Run: inv submit{connection.target_option} serve_llm")
 
 
 def problems(snapshot: Snapshot) -> list[str]:

@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 from ray.job_submission import JobDetails, JobStatus
 
 from raymill import job_output, job_scripts, settings
+from raymill.errors import UserError
 from raymill.job_client import JobClient, Unreachable, is_submitted, owner, user
 from raymill.printable import printable
 from raymill.target import Connection, NotOnCluster, PastLog
@@ -52,7 +53,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
     """Submit `jobs/JOB.py` with these arguments. Return Ray's id of the job.
 
     Raises:
-        settings.UserError: there is no such job, a setting is wrong, the project's folder is too large, or Ray does not
+        UserError: there is no such job, a setting is wrong, the project's folder is too large, or Ray does not
             accept the job.
     """
     job_scripts.find(job)
@@ -80,9 +81,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
             metadata={"job": job, "owner": user()},
         )
     except RuntimeError as error:  # Ray's client raises nothing more specific
-        raise settings.UserError(
-            f"Ray did not accept the job ({error}). Run: inv status{connection.target_option}"
-        ) from None
+        raise UserError(f"Ray did not accept the job ({error}). Run: inv status{connection.target_option}") from None
 
 
 def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int:
@@ -227,9 +226,7 @@ def _wait_until_ended(connection: Connection, job_id: str, timeout_s: float = 60
         if _has_ended(client, job_id):
             return client.get_job_info(job_id)
         time.sleep(0.2)
-    raise settings.UserError(
-        f"{job_id} has not ended after {timeout_s:.0f} s. Run: inv status{connection.target_option}"
-    )
+    raise UserError(f"{job_id} has not ended after {timeout_s:.0f} s. Run: inv status{connection.target_option}")
 
 
 def _exit_code(details: JobDetails) -> int:
@@ -241,7 +238,7 @@ def _exit_code(details: JobDetails) -> int:
 
 
 def check_size(max_mib: int) -> None:
-    """Raise `settings.UserError` if an upload of the project's folder would be larger than `max_mib`."""
+    """Raise `UserError` if an upload of the project's folder would be larger than `max_mib`."""
     sizes: dict[str, int] = {}
     for folder, subfolders, files in os.walk(settings.PROJECT):
         path = Path(folder).relative_to(settings.PROJECT)
@@ -254,7 +251,7 @@ def check_size(max_mib: int) -> None:
     total = sum(sizes.values()) / 2**20
     if total > max_mib:
         largest = max(sizes, key=lambda top: sizes[top])
-        raise settings.UserError(
+        raise UserError(
             f"the project is too large to upload: {total:.0f} MiB, {sizes[largest] / 2**20:.0f} of it in {largest}, "
             f"and the limit is {max_mib}. Move {largest} into data/, or raise working_dir_mib in settings.toml"
         )

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from rich.table import Table
 
-from raymill import settings
 from raymill.doctor import Finding
+from raymill.errors import UserError
 from raymill.job_client import JobClient
 from raymill.ray_support.private.job_sdk import LOGGERS
 
@@ -97,7 +97,7 @@ class PastLog:
     """None if the job did not start."""
 
 
-class NotOnCluster(settings.UserError):
+class NotOnCluster(UserError):
     """No cluster runs, or the running one does not know the job."""
 
 
@@ -173,7 +173,7 @@ class Target(Protocol):
         """Store the head's packages in the bucket, from which new nodes unpack them."""
 
     def connect(self) -> Connection:
-        """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""
+        """Return a connection to the running cluster. Raises `UserError` if it is not up."""
 
     def storage_variables(self) -> dict[str, str]:
         """Return the environment variables that this machine needs to read the jobs' output.

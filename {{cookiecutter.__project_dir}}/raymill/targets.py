@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from raymill import settings
+from raymill.errors import UserError
 
 if TYPE_CHECKING:
     from raymill.target import Target  # imports Ray
@@ -12,14 +12,14 @@ PROFILES = {"local": "local", "rehearsal": "cluster", "aws": "cluster"}
 
 
 def profile(name: str) -> str:
-    """Return the settings profile of a target. Raises `settings.UserError` for an unknown target."""
+    """Return the settings profile of a target. Raises `UserError` for an unknown target."""
     if name not in PROFILES:
-        raise settings.UserError(f"unknown target {name!r}. Use: --target {' | '.join(PROFILES)}")
+        raise UserError(f"unknown target {name!r}. Use: --target {' | '.join(PROFILES)}")
     return PROFILES[name]
 
 
 def get(name: str) -> "Target":
-    """Import and return a target. Raises `settings.UserError` for an unknown name."""
+    """Import and return a target. Raises `UserError` for an unknown name."""
     profile(name)
     if name == "local":
         from raymill.local.target import Local

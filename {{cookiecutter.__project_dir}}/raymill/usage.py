@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from raymill import settings
 from raymill.console import cell
+from raymill.errors import UserError
 from raymill.status import empty_table
 
 DEFAULT_DAYS = 7
@@ -44,15 +44,15 @@ def start(days: int, since: str) -> datetime.datetime:
         UserError: both are given, or one of them is not valid.
     """
     if days and since:
-        raise settings.UserError("--days and --since are both given. Use only one of them")
+        raise UserError("--days and --since are both given. Use only one of them")
     if days < 0:
-        raise settings.UserError(f"--days is {days}. Use a positive number, such as --days {DEFAULT_DAYS}")
+        raise UserError(f"--days is {days}. Use a positive number, such as --days {DEFAULT_DAYS}")
     if not since:
         return datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days or DEFAULT_DAYS)
     try:
         return datetime.datetime.fromisoformat(since).astimezone(datetime.UTC)
     except ValueError:
-        raise settings.UserError(f"--since is {since!r}. Use a date, such as --since 2026-01-31") from None
+        raise UserError(f"--since is {since!r}. Use a date, such as --since 2026-01-31") from None
 
 
 def show(logs: Iterable[str], since: datetime.datetime, console: Console) -> None:

@@ -14,6 +14,7 @@ from invoke.main import program
 
 from raymill import command_line, environment, job_scripts, network, sections, settings
 from raymill.console import Console
+from raymill.errors import UserError
 from raymill.printable import printable
 
 # each verb imports only what it needs, because all imports together take seconds
@@ -37,7 +38,7 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
                 if body.__name__ != "doctor":  # which lists a wrong section with all other problems
                     _check_sections(is_fatal=body.__name__ != "down")  # which must end what costs money
                 body(context, *args, **options)
-            except settings.UserError as error:
+            except UserError as error:
                 raise Exit(printable(f"error: {error}"), error.exit_code) from None
             except Exit:
                 raise
@@ -57,7 +58,7 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
 def _check_sections(*, is_fatal: bool) -> None:
     try:
         sections.check()
-    except settings.UserError as error:
+    except UserError as error:
         if is_fatal:
             raise
         print(printable(f"warning: {error}"), file=sys.stderr)
@@ -345,9 +346,7 @@ def keys(context: Context, action: str, name: str = "", days: int = 0, models: s
         cluster_keys.revoke(stores, name)
         print(f"the key of {name} is no longer valid within ten seconds")
     else:
-        raise settings.UserError(
-            f"keys has no action {action!r}. Run: {settings.inv('keys')} list, add NAME or revoke NAME"
-        )
+        raise UserError(f"keys has no action {action!r}. Run: {settings.inv('keys')} list, add NAME or revoke NAME")
 
 
 @verb(**JOB_ID, **VERBOSE, **TARGET)

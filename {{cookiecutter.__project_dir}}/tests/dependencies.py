@@ -17,7 +17,9 @@ OF_JOBS = tuple(
     )
 )
 """What jobs use of the library, and verbs too."""
-OF_ALL = tuple(f"raymill.{name}" for name in ("settings", "sections", "instance_types", "printable", "state_files"))
+OF_ALL = tuple(
+    f"raymill.{name}" for name in ("errors", "settings", "sections", "instance_types", "printable", "state_files")
+)
 
 Graph = Mapping[str, set[str]]
 """Maps each module to its imports: modules of this project, and dotted names from other packages."""

@@ -13,7 +13,7 @@ def install(head: SshHead, keys: Sequence[str]) -> None:
     """Let the owners of these public keys connect to the head. Remove keys that are no longer in the settings.
 
     Raises:
-        settings.UserError: ssh cannot connect.
+        UserError: ssh cannot connect.
     """
     mark, added = shlex.quote(MARK), shlex.quote("".join(f"{key} {MARK}\n" for key in keys))
     head.run(

@@ -16,6 +16,7 @@ from raymill.aws import consent
 from raymill.aws.reservation import local
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.common.prices import LINUX
+from raymill.errors import UserError
 from raymill.target import WantedBlock
 
 OFFERINGS = settings.PROJECT / ".cluster" / "offerings.json"
@@ -48,13 +49,13 @@ def show(file: ClusterFile, wanted: WantedBlock, console: Console) -> None:
     """Show the offerings, the cheapest first, and save them for `buy`.
 
     Raises:
-        settings.UserError: an option is wrong, or AWS has no such offering.
+        UserError: an option is wrong, or AWS has no such offering.
     """
     offerings = sorted(_search(file, wanted), key=lambda offering: offering.fee)
     OFFERINGS.parent.mkdir(exist_ok=True)
     OFFERINGS.write_text(json.dumps([dataclasses.asdict(offering) for offering in offerings]), encoding="utf-8")
     if not offerings:
-        raise settings.UserError(
+        raise UserError(
             f"AWS offers no such Capacity Block in {file.region} now. Try other --days, --instances or dates"
         )
     console.print(_table(offerings))
@@ -65,12 +66,12 @@ def buy(file: ClusterFile, offering_id: str, yes: bool) -> None:
     """Buy an offering of the last search after the user agrees, and write the reservation's id to settings.toml.
 
     Raises:
-        settings.UserError: the offering is not one of the last search, or the user does not agree.
+        UserError: the offering is not one of the last search, or the user does not agree.
     """
     saved = state_files.parse(OFFERINGS.read_bytes(), list[Offering]) if OFFERINGS.exists() else []
     offering = next((one for one in saved or () if one.id == offering_id), None)
     if offering is None:
-        raise settings.UserError(
+        raise UserError(
             f"{offering_id} is not an offering of the last search. Search again: inv capacity --target {TARGET}"
         )
     print(f"{offering.count} × {offering.instance_type} in {offering.zone}, {offering.period}")
@@ -90,7 +91,7 @@ def buy(file: ClusterFile, offering_id: str, yes: bool) -> None:
 
 def _search(file: ClusterFile, wanted: WantedBlock) -> list[Offering]:
     if not (1 <= wanted.days <= 14 or (wanted.days % 7 == 0 and 14 < wanted.days <= MAX_DAYS)):
-        raise settings.UserError(f"--days is {wanted.days}. Use 1 to 14, or a multiple of 7 up to {MAX_DAYS}")
+        raise UserError(f"--days is {wanted.days}. Use 1 to 14, or a multiple of 7 up to {MAX_DAYS}")
     request: dict[str, Any] = {
         "InstanceType": wanted.instance_type or file.workers[-1].instance_type,
         "InstanceCount": wanted.instances or file.max_workers,
@@ -138,4 +139,4 @@ def _date(option: str, day: str) -> datetime.datetime:
     try:
         return datetime.datetime.fromisoformat(day).astimezone()
     except ValueError:
-        raise settings.UserError(f"{option} is {day!r}, which is not a date. Use a date such as 2026-12-31") from None
+        raise UserError(f"{option} is {day!r}, which is not a date. Use a date such as 2026-12-31") from None

@@ -2,14 +2,14 @@
 
 import sys
 
-from raymill import settings
+from raymill.errors import UserError
 
 
 def ask(question: str, yes: bool, command: str) -> None:
     """Ask the question, unless `yes` is set. `command` is the verb that asks.
 
     Raises:
-        settings.UserError: the user does not agree, or cannot be asked.
+        UserError: the user does not agree, or cannot be asked.
     """
     if not yes:
         require(question, f"this costs money and needs your consent. Run: {command} --yes")
@@ -19,13 +19,13 @@ def require(question: str, without_terminal: str) -> None:
     """Ask the question.
 
     Raises:
-        settings.UserError: the user does not agree, or cannot be asked. Then the message is `without_terminal`.
+        UserError: the user does not agree, or cannot be asked. Then the message is `without_terminal`.
     """
     if not sys.stdin.isatty():
-        raise settings.UserError(without_terminal)
+        raise UserError(without_terminal)
     try:
         answer = input(f"{question} [y/N] ")
     except EOFError:  # Ctrl-D
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
-        raise settings.UserError("you did not agree, so nothing was done")
+        raise UserError("you did not agree, so nothing was done")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from raymill import settings
 from raymill.aws import aws_errors
+from raymill.errors import UserError
 
 RELEASE_TIMEOUT_S = 60.0
 """How long EC2 may take to release what an ended instance used."""
@@ -29,7 +29,7 @@ def attempt(what: str, delete: Callable[[], object]) -> list[str]:
                 return []
             if not IN_USE.search(str(error)) or time.monotonic() > deadline:
                 return [f"{what}, because {aws_errors.explain(error)}"]
-        except (settings.UserError, BotoCoreError) as error:
+        except (UserError, BotoCoreError) as error:
             reason = aws_errors.explain(error) if isinstance(error, BotoCoreError) else str(error)
             return [f"{what}, because {reason}"]
         else:

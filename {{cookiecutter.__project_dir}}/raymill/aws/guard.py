@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import botocore.exceptions
 
-from raymill import settings
 from raymill.aws import stack
 from raymill.common import instances, limits
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.common.instances import Instance
+from raymill.errors import UserError
 
 RATE = "rate(10 minutes)"
 """The guard runs repeatedly, in case a call fails or another instance starts."""
@@ -41,12 +41,12 @@ def move(file: ClusterFile, launched: datetime.datetime, hours: float) -> None:
     """Let the guard run when a head launched at that time is `hours` and GRACE old. Create the guard if there is none.
 
     Raises:
-        settings.UserError: the stack is older than the guard.
+        UserError: the stack is older than the guard.
     """
     found = (stack.find(file) or {}).get("Outputs", [])
     outputs = {one["OutputKey"]: one["OutputValue"] for one in found}
     if "Guard" not in outputs:
-        raise settings.UserError(f"the stack {file.slug} has no guard yet. Run: inv prepare --target {TARGET}")
+        raise UserError(f"the stack {file.slug} has no guard yet. Run: inv prepare --target {TARGET}")
     end = launched + datetime.timedelta(hours=hours) + GRACE
     schedule = {
         "Name": _name(file),

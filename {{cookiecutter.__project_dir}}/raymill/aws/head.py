@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from raymill import settings
 from raymill.aws import ssh
 from raymill.common import instances
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.console import Console
+from raymill.errors import UserError
 
 READY_TIMEOUT_S = 120
 START_TIMEOUT_S = 15
@@ -33,12 +33,12 @@ def runs(head: ssh.SshHead) -> bool:
     """Return whether Ray, its autoscaler and the watchdog are running.
 
     Raises:
-        settings.UserError: ssh cannot connect.
+        UserError: ssh cannot connect.
     """
     head.run("true")
     try:
         return not _missing(read_status(head))
-    except settings.UserError:  # Ray is not running
+    except UserError:  # Ray is not running
         return False
 
 
@@ -53,7 +53,7 @@ def wait_until_ready(head: ssh.SshHead) -> None:
     """Wait until the autoscaler and the watchdog are running, because `ray up` succeeds even without them.
 
     Raises:
-        settings.UserError: one of them does not start. The message contains the last line of its log.
+        UserError: one of them does not start. The message contains the last line of its log.
     """
     started = time.monotonic()
     with Console().status("waiting for the autoscaler") as spinner:
@@ -61,7 +61,7 @@ def wait_until_ready(head: ssh.SshHead) -> None:
             waited = time.monotonic() - started
             if waited > (READY_TIMEOUT_S if current["autoscaler"] else START_TIMEOUT_S):
                 lines = current["log_tail"][missing].splitlines()[-1:] or ["no reason given"]
-                raise settings.UserError(
+                raise UserError(
                     f"the head is up but its {missing} is not running ({lines[0]}). Correct cluster/cluster.yaml, then "
                     f"run: inv up --target {TARGET}   or end the cluster: inv down --target {TARGET}"
                 )

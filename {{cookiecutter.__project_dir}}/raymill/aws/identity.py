@@ -15,6 +15,7 @@ from raymill import settings, state_files
 from raymill.aws import caller
 from raymill.common import cluster_file
 from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ RECORD = record_of(TARGET)
 
 
 def load() -> ClusterFile:
-    """Read cluster.yaml. Raises `settings.UserError` if it is invalid, or as `check` does."""
+    """Read cluster.yaml. Raises `UserError` if it is invalid, or as `check` does."""
     file = cluster_file.load()
     check(file)
     return file
@@ -47,7 +48,7 @@ def check(file: ClusterFile) -> None:
     """Check that cluster.yaml and the credentials are for the recorded cluster, if one is recorded.
 
     Raises:
-        settings.UserError: they are for another one, or cluster.yaml has two names for the cluster.
+        UserError: they are for another one, or cluster.yaml has two names for the cluster.
     """
     _check_names(file)
     recorded = read()
@@ -57,12 +58,12 @@ def check(file: ClusterFile) -> None:
     gone = f"If nothing of it is left there, run: rm {shlex.quote(str(RECORD))}"
     for key, here, there in (("cluster_name", file.slug, recorded.slug), ("region", file.region, recorded.region)):
         if here != there:
-            raise settings.UserError(
+            raise UserError(
                 f"{own}, but cluster/cluster.yaml has {key}: {here}. Undo this change, run: inv down --target "
                 f"{TARGET}, and then make it again. {gone}"
             )
     if (found := caller.ask(file)).account != recorded.account:
-        raise settings.UserError(
+        raise UserError(
             f"{own}, but your AWS credentials are for account {found.account}: {found.arn}. Use those of account "
             f"{recorded.account}, for example: export AWS_PROFILE=NAME. {gone}"
         )
@@ -75,7 +76,7 @@ def _check_names(file: ClusterFile) -> None:
         tags = [tag["Value"] for one in specifications for tag in one.get("Tags", []) if tag["Key"] == "ray-project"]
         if set(tags) != {file.slug}:
             found = f"the tag ray-project: {', '.join(dict.fromkeys(tags))}" if tags else "no tag ray-project"
-            raise settings.UserError(
+            raise UserError(
                 f"{node_type.name} in cluster/cluster.yaml has {found}, but cluster_name is {file.slug}. Verbs find "
                 f"machines by this tag, so write the same name in all places of cluster/cluster.yaml and "
                 "cluster/stack.yaml"
@@ -84,14 +85,14 @@ def _check_names(file: ClusterFile) -> None:
         role = node_type.node_config.get("IamInstanceProfile", {}).get("Name", expected)
         in_region = rf"{re.escape(file.slug)}-[a-z]+(-[a-z]+)+-\d-(head|worker)"  # your own role may have another name
         if re.fullmatch(in_region, role) and role != expected:
-            raise settings.UserError(
+            raise UserError(
                 f"{node_type.name} has the role {role}, but in {file.region} its name is {expected}. Change "
                 "IamInstanceProfile in cluster/cluster.yaml"
             )
 
 
 def read() -> Identity | None:
-    """Return the recorded cluster, or None. Raises `settings.UserError` if the record is damaged."""
+    """Return the recorded cluster, or None. Raises `UserError` if the record is damaged."""
     if not RECORD.is_file():
         return None
     remedy = (

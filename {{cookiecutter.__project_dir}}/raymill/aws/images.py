@@ -7,9 +7,9 @@ the image that its head started from. Otherwise, later workers could get another
 import dataclasses
 from typing import Any
 
-from raymill import settings
 from raymill.common.cluster_file import ClusterFile
 from raymill.common.instances import Instance
+from raymill.errors import UserError
 
 PARAMETER = "resolve:ssm:"
 """EC2's prefix for the name of a parameter in place of an image's id."""
@@ -19,7 +19,7 @@ def keep(file: ClusterFile, running_head: Instance | None) -> ClusterFile:
     """Return the file with the ids of images in place of parameters: the running head's image, or else the latest.
 
     Raises:
-        settings.UserError: AWS has no such parameter in this region.
+        UserError: AWS has no such parameter in this region.
     """
     types = file.content["available_node_types"]
     names = {body["node_config"].get("ImageId", "") for body in types.values()}
@@ -38,7 +38,7 @@ def latest(file: ClusterFile, parameter: str) -> str | None:
 def _require(file: ClusterFile, parameter: str) -> str:
     if image := latest(file, parameter):
         return image
-    raise settings.UserError(
+    raise UserError(
         f"AWS has no parameter {parameter.removeprefix(PARAMETER)} in {file.region}. "
         "Set another ImageId in cluster/cluster.yaml"
     )

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import botocore.exceptions
 
-from raymill import settings
 from raymill.aws import caller, ownership
 from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.errors import UserError
 
 
 def check(file: ClusterFile) -> bool:
     """Return whether AWS has the key pair.
 
     Raises:
-        settings.UserError: the private key on this machine is missing, unreadable, or not that of the key pair on AWS.
+        UserError: the private key on this machine is missing, unreadable, or not that of the key pair on AWS.
     """
     named = [{"Name": "key-name", "Values": [file.slug]}]
     on_aws = file.client("ec2").describe_key_pairs(Filters=named, IncludePublicKey=True)["KeyPairs"]
@@ -25,10 +25,10 @@ def check(file: ClusterFile) -> bool:
         return False
     if not file.key_file.exists():
         problem = f"the cluster's private key {file.key_file} is not on this machine. Copy it"
-        raise settings.UserError(f"{problem} {_advise(file)}")
+        raise UserError(f"{problem} {_advise(file)}")
     if (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
         problem = f"{file.key_file} does not belong to the key pair {file.slug} on AWS. Replace it with the key"
-        raise settings.UserError(f"{problem} {_advise(file)}")
+        raise UserError(f"{problem} {_advise(file)}")
     return True
 
 
@@ -42,7 +42,7 @@ def _advise(file: ClusterFile) -> str:
 
 
 def ensure(file: ClusterFile, owner: str) -> None:
-    """Create the key pair for this owner unless it exists. Raises `settings.UserError` as `check` does."""
+    """Create the key pair for this owner unless it exists. Raises `UserError` as `check` does."""
     if check(file):
         return
     if not file.key_file.exists():
@@ -73,5 +73,5 @@ def _make_key(file: Path) -> None:
 def _public_key(file: Path) -> str:
     shown = subprocess.run(["ssh-keygen", "-y", "-f", file], capture_output=True, text=True)
     if shown.returncode:
-        raise settings.UserError(f"ssh-keygen cannot read the private key {file} ({shown.stderr.strip()})")
+        raise UserError(f"ssh-keygen cannot read the private key {file} ({shown.stderr.strip()})")
     return shown.stdout

@@ -39,7 +39,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def load() -> ClusterFile:
-    """Read cluster.yaml and add the node types. Raises `settings.UserError` if a file is missing or invalid."""
+    """Read cluster.yaml and add the node types. Raises `UserError` if a file is missing or invalid."""
     return resolved(cluster_file.load())
 
 

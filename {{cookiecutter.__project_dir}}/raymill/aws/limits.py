@@ -20,6 +20,7 @@ from raymill.common import instances, limits, prices
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.common.limits import LimitsSection
 from raymill.console import cell
+from raymill.errors import UserError
 
 COPY_ON_HEAD = "~/project/settings.toml"
 """The head's copy of settings.toml, as in `file_mounts` of cluster.yaml."""
@@ -70,7 +71,7 @@ def change(file: ClusterFile, given: Mapping[str, str], yes: bool) -> None:
     """Change the given limits on the running cluster and in settings.toml. Ask before raising hours or dollars.
 
     Raises:
-        settings.UserError: no cluster runs, a limit is not a valid number or already used up, or the user does not
+        UserError: no cluster runs, a limit is not a valid number or already used up, or the user does not
             agree.
     """
     running_head = ssh.find_head(file)
@@ -79,7 +80,7 @@ def change(file: ClusterFile, given: Mapping[str, str], yes: bool) -> None:
         wanted = LimitsSection.model_validate({**usage.limits.model_dump(), **given})
     except ValidationError as error:
         first = error.errors()[0]
-        raise settings.UserError(f"{_option(str(first['loc'][0]))} is {first['input']!r}. {first['msg']}") from None
+        raise UserError(f"{_option(str(first['loc'][0]))} is {first['input']!r}. {first['msg']}") from None
     options = " ".join(f"{_option(name)} {value}" for name, value in given.items())
     _agree(file, usage, wanted, yes, f"inv limits --target {TARGET} {options}")
     values = {name: int(value) if value == int(value) else value for name, value in wanted.model_dump().items()}
@@ -92,7 +93,7 @@ def follow_settings(file: ClusterFile, yes: bool) -> None:
     """Give the running cluster the limits in settings.toml. Ask before raising one.
 
     Raises:
-        settings.UserError: a limit is already used up, or the user does not agree.
+        UserError: a limit is already used up, or the user does not agree.
     """
     wanted, running_head = limits.load(), ssh.find_head(file)
     usage = _read(running_head)
@@ -105,7 +106,7 @@ def follow_settings(file: ClusterFile, yes: bool) -> None:
 def _agree(file: ClusterFile, usage: Usage, wanted: LimitsSection, yes: bool, command: str) -> None:
     for name, used in (("hours", usage.hours), ("dollars", usage.dollars), ("idle_hours", usage.idle_hours)):
         if 0 < getattr(wanted, name) <= used:  # 0: unlimited idle hours
-            raise settings.UserError(
+            raise UserError(
                 f"the cluster has used {used:.2f} {name.replace('_', ' ')}, so a limit of {getattr(wanted, name):g} "
                 f"would end it and all jobs now. To end it, run: inv down --target {TARGET}"
             )
@@ -120,7 +121,7 @@ def _agree(file: ClusterFile, usage: Usage, wanted: LimitsSection, yes: bool, co
 def _read(running_head: ssh.SshHead) -> Usage:
     state = head.read_status(running_head)["watchdog"]
     if not state["runs"] or "limits" not in state:  # without limits, it is older than this code
-        raise settings.UserError(f"the watchdog is not running on the head. Run: inv up --target {TARGET}")
+        raise UserError(f"the watchdog is not running on the head. Run: inv up --target {TARGET}")
     used = {name: state[name] for name in ("hours", "dollars", "dollars_per_hour", "idle_hours")}
     return Usage(limits=LimitsSection(**state["limits"]), price_warning=state.get("price_warning", ""), **used)
 
@@ -139,7 +140,7 @@ def _apply(file: ClusterFile, running_head: ssh.SshHead, wanted: LimitsSection) 
     while _read(running_head).limits != wanted:
         if time.monotonic() > deadline:
             log = shlex.quote("tail ~/watchdog.log")
-            raise settings.UserError(
+            raise UserError(
                 f"the watchdog has not read the new limits after {TIMEOUT_S} s. To see why, run: inv ssh --target "
                 f"{TARGET} --command {log}"
             )

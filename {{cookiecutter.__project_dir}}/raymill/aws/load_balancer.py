@@ -5,6 +5,7 @@ from pydantic import ConfigDict
 from raymill import settings
 from raymill.aws import stack, vpc
 from raymill.common.cluster_file import ClusterFile
+from raymill.errors import UserError
 
 
 class ServeSection(settings.Section):
@@ -18,12 +19,12 @@ def stack_parameters(section: vpc.NetworkSection, network: vpc.Network) -> dict[
     """Return the stack's parameters for a load balancer, or {} if the settings name no certificate.
 
     Raises:
-        settings.UserError: the network has only one zone.
+        UserError: the network has only one zone.
     """
     if not section.certificate:
         return {}
     if network.zones[0] == network.zones[1]:
-        raise settings.UserError(
+        raise UserError(
             "a load balancer needs two zones, but the cluster has only one. Set another region in "
             "cluster/cluster.yaml, or remove certificate from [cluster.network] of settings.toml"
         )

@@ -16,7 +16,7 @@ def follow(file: ClusterFile, running: instances.Instance) -> None:
     """Give the running nodes the code of this project's folder, if theirs differs.
 
     Raises:
-        settings.UserError: a node could not be reached, or its watchdog does not run with the new code.
+        UserError: a node could not be reached, or its watchdog does not run with the new code.
     """
     current = digest()
     if running.tags.get(instances.NODE_CODE_TAG) == current:

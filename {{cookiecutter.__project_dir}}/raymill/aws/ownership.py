@@ -43,7 +43,7 @@ def agree(file: ClusterFile, agreed: str, question: str, command: str) -> None:
     """Ask before `command` works on the cluster of another owner, unless `agreed` names this owner.
 
     Raises:
-        settings.UserError: the user does not agree, or cannot be asked.
+        UserError: the user does not agree, or cannot be asked.
     """
     try:
         owner = find(file)

@@ -22,19 +22,20 @@ from raymill.aws import (
 from raymill.aws.deletion import attempt
 from raymill.common import bucket, instances
 from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.errors import UserError
 
 
 def prepare(file: ClusterFile) -> None:
     """Create or update the stack and the key pair, if necessary, and write the file for Ray's launcher.
 
     Raises:
-        settings.UserError: there is no suitable network, zone, bucket, image or private key, stack.yaml has another
+        UserError: there is no suitable network, zone, bucket, image or private key, stack.yaml has another
             name, this machine's address is unknown, or AWS could not create the stack.
     """
     stack.check_name(file)
     stack.when_idle(file)  # what follows depends on how a running operation ends
     if problem := bucket.problem(file):
-        raise settings.UserError(problem)
+        raise UserError(problem)
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
     offers = zones.offered(file)
     network, efa_cards = vpc.find_network(file, section, offers), vpc.efa_cards(file, section)
@@ -71,7 +72,7 @@ def prepare(file: ClusterFile) -> None:
 
 
 def _check_workers(file: ClusterFile, parameters: dict[str, str]) -> None:
-    """Raise `settings.UserError` if the update deletes subnets or placement groups in which workers run.
+    """Raise `UserError` if the update deletes subnets or placement groups in which workers run.
 
     AWS would keep these, and they would belong to no stack, so that `down` could not delete the VPC.
     """
@@ -81,7 +82,7 @@ def _check_workers(file: ClusterFile, parameters: dict[str, str]) -> None:
     workers = [one for one in instances.living(file) if one.node_type != file.head.name] if leaving else []
     if workers:
         settings_of = {"Efa": "efa", "Private": "private", "ReservedZone": "reservation"}
-        raise settings.UserError(
+        raise UserError(
             f"{', '.join(settings_of[name] for name in leaving)} in settings.toml cannot change while workers run "
             f"({', '.join(one.id for one in workers)}). Wait until they have ended, or run: inv down --target {TARGET}"
         )
@@ -104,7 +105,7 @@ def _own_address() -> str:
         response.raise_for_status()
         return response.text.strip()
     except requests.RequestException as error:
-        raise settings.UserError(
+        raise UserError(
             f"{url} did not return this machine's address ({error}). "
             'Set callers = ["a.b.c.d/32"] in [cluster.network] of settings.toml'
         ) from None

@@ -9,6 +9,7 @@ from raymill import settings
 from raymill.aws.launcher_file import FILE
 from raymill.common import aws_session, cluster_file
 from raymill.console import Console
+from raymill.errors import UserError
 from raymill.ray_support.private import cluster_launcher
 
 LOG = settings.PROJECT / ".cluster" / "up.log"
@@ -17,13 +18,13 @@ COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def up() -> None:
-    """Run `ray up .cluster/cluster.yaml`. Raises `settings.UserError` with its last line of output if it fails."""
+    """Run `ray up .cluster/cluster.yaml`. Raises `UserError` with its last line of output if it fails."""
     took = _run("up", "--yes", "--no-config-cache")
     print(f"`ray up` took {took:.0f} s")
 
 
 def copy_files() -> None:
-    """Copy the `file_mounts` to the running head. Raises `settings.UserError` if that fails."""
+    """Copy the `file_mounts` to the running head. Raises `UserError` if that fails."""
     _run("rsync-up")
 
 
@@ -51,7 +52,7 @@ def _run(name: str, *options: str) -> float:
             spinner.update(f"{step} ({time.monotonic() - started:.0f} s)")
         code = process.wait()
     if code:
-        raise settings.UserError(
+        raise UserError(
             f"`ray {name}` failed ({step}): {_reason()}. Its output is in {LOG.relative_to(settings.PROJECT)}"
         )
     return time.monotonic() - started

@@ -19,6 +19,7 @@ from raymill.aws.vpc import NetworkSection
 from raymill.common import prices
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.console import Console
+from raymill.errors import UserError
 from raymill.node.state import BLOCK_CLEANUP_S, BLOCK_NOTICE_S
 
 ENDED = ("expired", "cancelling", "cancelled", "failed", "payment-failed", "unsupported")
@@ -154,28 +155,28 @@ def require(file: ClusterFile) -> Reservation | None:
     """Return the reservation, or None if the settings name none.
 
     Raises:
-        settings.UserError: AWS does not know the reservation, or it has ended.
+        UserError: AWS does not know the reservation, or it has ended.
     """
     reserved, named = find(file), load_section().reservation
     if named and reserved is None:
-        raise settings.UserError(f"there is no capacity reservation {named} in {file.region}. {REMEDY}")
+        raise UserError(f"there is no capacity reservation {named} in {file.region}. {REMEDY}")
     if reserved and reserved.has_ended:
         how = f"ends at {local(reserved.end)}" if reserved.has_started and reserved.end else f"is {reserved.state}"
-        raise settings.UserError(f"the {reserved.name} {how}, so no instance can start in it. {REMEDY}")
+        raise UserError(f"the {reserved.name} {how}, so no instance can start in it. {REMEDY}")
     return reserved
 
 
 def refuse_before_start(reserved: Reservation) -> None:
-    """Raise `settings.UserError` if the reservation has not started."""
+    """Raise `UserError` if the reservation has not started."""
     if not reserved.has_started:
         when = f"starts at {local(reserved.start)}" if reserved.start else f"is {reserved.state}"
-        raise settings.UserError(
+        raise UserError(
             f"the {reserved.name} {when}, so nothing was started. To wait for it, run: inv up --target {TARGET} --wait"
         )
 
 
 def wait_for_start(file: ClusterFile) -> None:
-    """Wait until the reservation has started, and show how long that takes. Raises `settings.UserError` if it fails."""
+    """Wait until the reservation has started, and show how long that takes. Raises `UserError` if it fails."""
     reserved = require(file)
     if reserved is None or reserved.has_started:
         return
@@ -195,7 +196,7 @@ def stack_parameters(file: ClusterFile, section: NetworkSection) -> dict[str, st
     reservation may still run in its subnet.
 
     Raises:
-        settings.UserError: none of the user's subnets is in the reservation's zone.
+        UserError: none of the user's subnets is in the reservation's zone.
     """
     reserved = find(file)
     if reserved is None or reserved.has_ended:
@@ -212,7 +213,7 @@ def _subnet(file: ClusterFile, subnets: Sequence[str], reserved: Reservation) ->
     described = file.client("ec2").describe_subnets(SubnetIds=list(subnets))["Subnets"]
     found = [subnet["SubnetId"] for subnet in described if subnet["AvailabilityZone"] == reserved.zone]
     if not found:
-        raise settings.UserError(
+        raise UserError(
             f"none of the subnets {', '.join(subnets)} is in {reserved.zone}, the zone of the {reserved.name}. Add one "
             "to subnets in [cluster.network] of settings.toml"
         )

@@ -19,7 +19,7 @@ class SavedLogs:
     """The logs in the project's bucket."""
 
     def __init__(self, file: ClusterFile) -> None:
-        """Raises `settings.UserError` if there is no bucket."""
+        """Raises `UserError` if there is no bucket."""
         bucket.require(file)
         self._client, self._bucket = file.client("s3"), bucket.name(file)
 

@@ -11,6 +11,7 @@ from dotenv import dotenv_values
 from raymill import settings
 from raymill.aws.deletion import attempt_each
 from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.errors import UserError
 from raymill.serving.keys import OTHERS_SECRET, OWNER_SECRET
 from raymill.submission import SecretsSection
 
@@ -65,7 +66,7 @@ class KeyList:
         """Return the value, or "" if it has none.
 
         Raises:
-            settings.UserError: the cluster is not up.
+            UserError: the cluster is not up.
         """
         self._check_that_it_is_up()
         if not _exists(self._client, self._identity):
@@ -77,7 +78,7 @@ class KeyList:
 
     def _check_that_it_is_up(self) -> None:
         if not _exists(self._client, f"{self._file.slug}/{OWNER_SECRET}"):
-            raise settings.UserError(
+            raise UserError(
                 f"{TARGET} is not up, so it has no keys. Run: inv up --target {TARGET}, which stores those in .env"
             )
 
@@ -89,12 +90,12 @@ class KeyList:
         https://docs.aws.amazon.com/secretsmanager/latest/apireference/API_UpdateSecretVersionStage.html
 
         Raises:
-            settings.UserError: the cluster is not up, or others change the value for UPDATE_TIMEOUT_S.
+            UserError: the cluster is not up, or others change the value for UPDATE_TIMEOUT_S.
         """
         started = time.monotonic()
         while not self._try_to_update(change):
             if time.monotonic() - started > UPDATE_TIMEOUT_S:
-                raise settings.UserError(
+                raise UserError(
                     f"AWS has refused to change the secret {self._identity} for {UPDATE_TIMEOUT_S:.0f} s, because "
                     "others change it. Run the command again"
                 )
@@ -171,7 +172,7 @@ def _create(client: Any, identity: str, value: str, slug: str) -> None:
     """Create a secret. If AWS has not finished the deletion of one with the same name, wait for it.
 
     Raises:
-        settings.UserError: the name is still not free after NAME_TIMEOUT_S.
+        UserError: the name is still not free after NAME_TIMEOUT_S.
     """
     started = time.monotonic()
     while True:
@@ -181,7 +182,7 @@ def _create(client: Any, identity: str, value: str, slug: str) -> None:
             if "scheduled for deletion" not in str(error):
                 raise
             if time.monotonic() - started > NAME_TIMEOUT_S:
-                raise settings.UserError(
+                raise UserError(
                     f"AWS is still deleting the secret {identity} after {NAME_TIMEOUT_S} s. Wait a few minutes, then "
                     f"run: inv up --target {TARGET}"
                 ) from None

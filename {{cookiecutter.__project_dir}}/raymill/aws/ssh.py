@@ -9,6 +9,7 @@ from pathlib import Path
 from raymill import settings
 from raymill.common import bucket, instances
 from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.errors import UserError
 from raymill.network import free_ports
 from raymill.target import NotOnCluster
 
@@ -58,13 +59,13 @@ class SshHead:
         """Run `command` on the head with `text` as its input, and return its output.
 
         Raises:
-            settings.UserError: ssh cannot connect, or the command failed. The message contains stderr's last line.
+            UserError: ssh cannot connect, or the command failed. The message contains stderr's last line.
         """
         done = subprocess.run([*self.command("-T"), ENVIRONMENT + command], input=text, capture_output=True, text=True)
         if done.returncode == 255:
-            raise settings.UserError(self._unreachable(done.stderr))
+            raise UserError(self._unreachable(done.stderr))
         if done.returncode:
-            raise settings.UserError(f"`{command}` failed on the head: {_last_line(done.stderr)}")
+            raise UserError(f"`{command}` failed on the head: {_last_line(done.stderr)}")
         return done.stdout
 
     def tunnel(self, *ports: int) -> tuple[dict[int, int], str]:
@@ -74,7 +75,7 @@ class SshHead:
             The local port for each of the head's `ports`, and the cluster's token.
 
         Raises:
-            settings.UserError: ssh cannot connect.
+            UserError: ssh cannot connect.
         """
         local_ports = dict(zip(ports, free_ports(len(ports)), strict=True))
         forwards = [
@@ -86,7 +87,7 @@ class SshHead:
         """Start raymill/node/metrics_relay.py on the head, until this process ends. Return its HOST:PORT here.
 
         Raises:
-            settings.UserError: ssh cannot connect, or the relay does not start.
+            UserError: ssh cannot connect, or the relay does not start.
         """
         (port,) = free_ports(1)
         socket = f"/tmp/metrics-relay-{secrets.token_hex(8)}"
@@ -100,7 +101,7 @@ class SshHead:
         """Start raymill/node/notebook.py on the head, until this process ends. Return JupyterLab's URL here.
 
         Raises:
-            settings.UserError: ssh cannot connect, or JupyterLab does not start.
+            UserError: ssh cannot connect, or JupyterLab does not start.
         """
         (port,) = free_ports(1)
         socket = f"/tmp/notebook-{secrets.token_hex(8)}"
@@ -127,7 +128,7 @@ class SshHead:
         assert process.stderr
         token = process.stdout.readline().strip()
         if not token:
-            raise settings.UserError(self._unreachable(process.stderr.read()))
+            raise UserError(self._unreachable(process.stderr.read()))
         atexit.register(process.kill)
         return token
 

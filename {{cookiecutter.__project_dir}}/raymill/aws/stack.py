@@ -14,6 +14,7 @@ from raymill import settings
 from raymill.aws import caller
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.console import Console
+from raymill.errors import UserError
 
 TEMPLATE = settings.PROJECT / "cluster" / "stack.yaml"
 STACK_TIMEOUT_S = 600
@@ -26,7 +27,7 @@ STARTED = "User Initiated"
 """Reason of the event with which an operation starts."""
 
 
-class OperationFailed(settings.UserError):
+class OperationFailed(UserError):
     """AWS could not create, update or delete the stack."""
 
 
@@ -58,7 +59,7 @@ def deploy(
     changes the stack, this waits for its end.
 
     Raises:
-        settings.UserError: it fails (the message contains the first reason from AWS), takes over ten minutes, or the
+        UserError: it fails (the message contains the first reason from AWS), takes over ten minutes, or the
             stack is stuck in a state that only its owner can resolve.
     """
     request = {
@@ -88,7 +89,7 @@ def _create_or_update(file: ClusterFile, request: dict[str, Any], owner: str) ->
         delete(file)
         stack = None
     elif stack and stack["StackStatus"] == "IMPORT_ROLLBACK_FAILED":
-        raise settings.UserError(
+        raise UserError(
             f"the stack {file.slug} is {stack['StackStatus']}, so it cannot be updated. Run: inv down --target {TARGET}"
         )
     request |= {"Tags": _tags(file, stack, owner)}
@@ -107,12 +108,12 @@ def _create_or_update(file: ClusterFile, request: dict[str, Any], owner: str) ->
 
 
 def check_name(file: ClusterFile) -> None:
-    """Raise `settings.UserError` if stack.yaml has another name in its tags, by which `down` finds what is left."""
+    """Raise `UserError` if stack.yaml has another name in its tags, by which `down` finds what is left."""
     resources = parse(TEMPLATE.read_text(encoding="utf-8"))["Resources"]
     for name, resource in resources.items():
         for tag in resource["Properties"].get("Tags", []):
             if tag["Key"] == "ray-project" and tag["Value"] != file.slug:
-                raise settings.UserError(
+                raise UserError(
                     f"{name} in cluster/stack.yaml has the tag ray-project: {tag['Value']}, but cluster_name is "
                     f"{file.slug} in cluster/cluster.yaml. Write the same name in all places of both files"
                 )
@@ -223,11 +224,11 @@ def when_idle(file: ClusterFile) -> dict[str, Any] | None:
     """Wait until no operation changes the stack. Return its description, or None if there is none.
 
     Raises:
-        settings.UserError: the operation takes over ten minutes, or somebody must first decide about the stack.
+        UserError: the operation takes over ten minutes, or somebody must first decide about the stack.
     """
     stack = find(file)
     if stack and stack["StackStatus"] == "REVIEW_IN_PROGRESS":
-        raise settings.UserError(
+        raise UserError(
             f"a change set that nobody has executed holds the name of the stack {file.slug}. Execute it, or run: "
             f"aws cloudformation delete-stack --stack-name {file.slug} --region {file.region}"
         )
@@ -249,7 +250,7 @@ def _wait(file: ClusterFile, stack_id: str, action: str, *, end: str) -> None:
 
 
 def _follow(file: ClusterFile, stack_id: str, action: str) -> str:
-    """Wait until the stack is not busy, and return its state. Raises `settings.UserError` after ten minutes."""
+    """Wait until the stack is not busy, and return its state. Raises `UserError` after ten minutes."""
     cloudformation, started = file.client("cloudformation"), time.monotonic()
     with Console().status(f"{action} the stack {file.slug}") as spinner:
         while True:
@@ -258,7 +259,7 @@ def _follow(file: ClusterFile, stack_id: str, action: str) -> str:
                 return status
             waited = time.monotonic() - started
             if waited > STACK_TIMEOUT_S:
-                raise settings.UserError(
+                raise UserError(
                     f"the stack {file.slug} is still {status} after {waited:.0f} s. Run the command again later"
                 )
             spinner.update(f"{action} the stack {file.slug}: {waited:.0f} s")

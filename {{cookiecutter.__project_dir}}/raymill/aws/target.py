@@ -42,6 +42,7 @@ from raymill.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from raymill.console import Console
 from raymill.doctor import Finding
 from raymill.env_file import EnvFile
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.node.state import DASHBOARD_PORT
 from raymill.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
@@ -133,7 +134,7 @@ class Aws:
 
     def bake(self) -> None:
         if self.shell("cd ~/project && python -m raymill.node.bake"):
-            raise settings.UserError(
+            raise UserError(
                 "the head's packages were not stored, for the reason above, so new nodes install their packages. Run "
                 f"again: inv bake --target {TARGET}"
             )
@@ -147,7 +148,7 @@ class Aws:
         try:
             requests.get(f"{dashboard}/api/version", headers=headers, timeout=30).raise_for_status()
         except requests.RequestException:
-            raise settings.UserError(
+            raise UserError(
                 f"Ray does not answer on the head {ssh_head.instance_id}. Run: inv up --target {TARGET}"
             ) from None
         return Connection(
@@ -242,29 +243,27 @@ class Aws:
 
 
 def _run_launcher(file: ClusterFile) -> None:
-    """Run `ray up`. Raises `settings.UserError`, which says why EC2 ended the head during its launch, if it did."""
+    """Run `ray up`. Raises `UserError`, which says why EC2 ended the head during its launch, if it did."""
     earlier = {one.id for one in instances.failed_launches(file)}
     try:
         ray_up.up()
-    except settings.UserError:
+    except UserError:
         for one in instances.failed_launches(file):
             if one.node_type == file.head.name and one.id not in earlier:
-                raise settings.UserError(
+                raise UserError(
                     f"{cloud_status.describe_failed_launch(one)}. Then run again: inv up --target {TARGET}"
                 ) from None
         raise
 
 
 def _require_no_errors(findings: list[Finding], target: str) -> None:
-    """Show the findings that are not ok. Raises `settings.UserError` if one of them is an error."""
+    """Show the findings that are not ok. Raises `UserError` if one of them is an error."""
     shown = [finding for finding in findings if finding.status != "ok"]
     print(
         f"doctor: {len(findings) - len(shown)} of {len(findings)} checks are ok. See all: inv doctor --target {target}"
     )
     if not doctor.show(shown, Console()):
-        raise settings.UserError(
-            f"nothing was started. Fix the problems marked ✗, then run: inv doctor --target {target}"
-        )
+        raise UserError(f"nothing was started. Fix the problems marked ✗, then run: inv doctor --target {target}")
 
 
 def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> str:

@@ -6,12 +6,12 @@ from typing import Any
 
 import botocore.exceptions
 
-from raymill import settings
 from raymill.aws import aws_errors, guard, secrets_manager, stack
 from raymill.aws.deletion import attempt, attempt_each
 from raymill.common import instances
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.console import Console
+from raymill.errors import UserError
 
 TERMINATE_TIMEOUT_S = 900
 SETTLE_TIMEOUT_S = 30.0
@@ -24,7 +24,7 @@ def end_instances(file: ClusterFile) -> None:
     """Terminate every instance of the project. Start with the head, whose autoscaler would replace the others.
 
     Raises:
-        settings.UserError: an instance is still not terminated after 15 minutes.
+        UserError: an instance is still not terminated after 15 minutes.
     """
     started = time.monotonic()
     with Console().status("ending instances") as spinner:
@@ -35,7 +35,7 @@ def end_instances(file: ClusterFile) -> None:
             waited = time.monotonic() - started
             if waited > TERMINATE_TIMEOUT_S:
                 names = ", ".join(instance.id for instance in living)
-                raise settings.UserError(
+                raise UserError(
                     f"instances not terminated after {waited:.0f} s: {names}. Run again: inv down --target {TARGET}"
                 )
             spinner.update(f"ending {len(living)} instances: {waited:.0f} s")

@@ -12,6 +12,7 @@ from raymill import settings
 from raymill.aws import stack, zones
 from raymill.aws.zones import ZONES, Offers
 from raymill.common.cluster_file import TARGET, ClusterFile, NodeType
+from raymill.errors import UserError
 
 PUBLIC_KEY = re.compile(r"[a-z][\w.@-]+ [A-Za-z0-9+/=]{40,}( [^\n]*)?")
 """The line in a file such as ~/.ssh/id_ed25519.pub: type, key and an optional comment."""
@@ -112,14 +113,14 @@ def find_network(file: ClusterFile, section: NetworkSection, offers: Offers | No
     """Return the network of the running stack, or choose one for a new stack. `offers` is what `zones.offered` returns.
 
     Raises:
-        settings.UserError: no zone or subnet is suitable, or the stack is in another VPC.
+        UserError: no zone or subnet is suitable, or the stack is in another VPC.
     """
     offers = offers or zones.offered(file)
     network = _choose_network(file, section, offers)
     stays_in = stack.parameters(file).get("Vpc", network.vpc)
     if network.vpc != stays_in:
         # the security group has a fixed name and the instances, so CloudFormation cannot replace it
-        raise settings.UserError(
+        raise UserError(
             f"the stack {file.slug} is in {stays_in or 'a VPC of its own'}, and subnets in [cluster.network] of "
             f"settings.toml now mean {network.vpc or 'a VPC of its own'}. To move it, run: inv down --target {TARGET} "
             f"  then: inv up --target {TARGET}"
@@ -133,7 +134,7 @@ def _choose_network(file: ClusterFile, section: NetworkSection, offers: Offers) 
     with_gpus = zones.of_gpus(file, offers)
     kept = _zones_of_stack(file)
     if kept and not with_gpus & set(kept):
-        raise settings.UserError(
+        raise UserError(
             f"no zone of the stack {file.slug} offers {zones.gpu_type(file)}. For a stack in "
             f"{', '.join(sorted(with_gpus))}, run: inv down --target {TARGET}   then: inv up --target {TARGET}"
         )
@@ -141,10 +142,10 @@ def _choose_network(file: ClusterFile, section: NetworkSection, offers: Offers) 
 
 
 def refuse_first_zone(file: ClusterFile, section: NetworkSection, network: Network, offers: Offers) -> None:
-    """Raise `settings.UserError` if the head or the CPU workers cannot start, because their zone lacks their type."""
+    """Raise `UserError` if the head or the CPU workers cannot start, because their zone lacks their type."""
     for node_type, problem in unoffered(file, section, network, offers):
         if not zones.has_own_zone(node_type):
-            raise settings.UserError(problem)
+            raise UserError(problem)
 
 
 def unoffered(
@@ -228,7 +229,7 @@ def _network_of_subnets(file: ClusterFile, section: NetworkSection, offers: Offe
     all_ids = sorted({*ids, section.head_subnet} - {""})
     described = file.client("ec2").describe_subnets(SubnetIds=all_ids)["Subnets"]
     if len({subnet["VpcId"] for subnet in described}) > 1:
-        raise settings.UserError(
+        raise UserError(
             f"the subnets {', '.join(all_ids)} are in several VPCs. In [cluster.network] of settings.toml, name "
             "subnets of one VPC"
         )
@@ -236,7 +237,7 @@ def _network_of_subnets(file: ClusterFile, section: NetworkSection, offers: Offe
     with_gpus = offers[zones.gpu_type(file)]
     usable = [subnet for subnet in ids if zone_of[subnet] in with_gpus]
     if not usable:
-        raise settings.UserError(
+        raise UserError(
             f"none of the subnets {', '.join(ids)} is in a zone that offers {zones.gpu_type(file)} "
             f"({', '.join(sorted(with_gpus)) or 'none in this region'}). Change subnets in [cluster.network] of "
             "settings.toml, or set subnets = [], so that the stack makes a VPC"

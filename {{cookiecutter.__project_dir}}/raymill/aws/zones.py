@@ -2,9 +2,9 @@
 
 import re
 
-from raymill import settings
 from raymill.common import prices
 from raymill.common.cluster_file import ClusterFile, NodeType
+from raymill.errors import UserError
 
 ZONES = 3
 """Number of zones that the cluster uses. stack.yaml has a subnet and a launch template for each."""
@@ -30,10 +30,10 @@ def offered(file: ClusterFile) -> Offers:
 
 
 def of_gpus(file: ClusterFile, offers: Offers) -> set[str]:
-    """Return the zones that offer the preferred GPU type. Raises `settings.UserError` if there is none."""
+    """Return the zones that offer the preferred GPU type. Raises `UserError` if there is none."""
     if zones := offers[gpu_type(file)]:
         return zones
-    raise settings.UserError(
+    raise UserError(
         f"no zone of {file.region} offers {gpu_type(file)}. Set another region or InstanceType in cluster/cluster.yaml"
     )
 

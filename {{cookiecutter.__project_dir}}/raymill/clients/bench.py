@@ -19,6 +19,7 @@ from rich.table import Table
 from raymill import settings
 from raymill.clients import chat
 from raymill.console import cell
+from raymill.errors import UserError
 
 CONCURRENT = (1, 2, 4, 8, 16, 32)
 TIMEOUT_S = 300.0
@@ -75,7 +76,7 @@ def bench(
     `variables` are the environment variables of submitted jobs, which say where to find the server's key.
 
     Raises:
-        settings.UserError: there is no key, or the server does not answer, rejects the key or fails the first requests.
+        UserError: there is no key, or the server does not answer, rejects the key or fails the first requests.
     """
     key = chat.api_key(variables)
     with chat.readable_errors(url):
@@ -102,7 +103,7 @@ async def _levels(url: str, key: str, model: str, load: Load, console: Console) 
             level = await _level(client, model, load, concurrent)
             if not level.requests_per_s and not levels:
                 reason = next(iter(level.errors))
-                raise settings.UserError(
+                raise UserError(
                     f"{url} answered no request from {concurrent} concurrent clients ({reason}). "
                     f"Run: {settings.inv('logs')}"
                 )

@@ -13,6 +13,7 @@ import openai
 from openai.types.chat import ChatCompletionMessageParam
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.printable import printable
 from raymill.ray_support import job_secrets
 
@@ -77,7 +78,7 @@ def chat(url: str, variables: Mapping[str, str], message: str = "") -> None:
     """Ask `message`, or chat until /quit if it is empty. For `variables`, see `api_key`.
 
     Raises:
-        settings.UserError: there is no key, or the server does not answer, rejects the key or returns another error.
+        UserError: there is no key, or the server does not answer, rejects the key or returns another error.
     """
     client = openai.OpenAI(base_url=url, api_key=api_key(variables), max_retries=0, timeout=TIMEOUTS)
     with readable_errors(url):
@@ -89,7 +90,7 @@ def chat(url: str, variables: Mapping[str, str], message: str = "") -> None:
 
 
 def api_key(variables: Mapping[str, str]) -> str:
-    """Return the server's key. Raises `settings.UserError` if there is none.
+    """Return the server's key. Raises `UserError` if there is none.
 
     `variables` are the environment variables of submitted jobs, which say where to find the key.
     """
@@ -98,25 +99,25 @@ def api_key(variables: Mapping[str, str]) -> str:
     job_secrets.load()
     if found := os.environ.get("SERVE_API_KEY"):
         return found
-    raise settings.UserError("SERVE_API_KEY is not set. Put the server's key into .env")
+    raise UserError("SERVE_API_KEY is not set. Put the server's key into .env")
 
 
 @contextlib.contextmanager
 def readable_errors(url: str) -> Iterator[None]:
-    """Turn an error of the OpenAI client into a `settings.UserError`."""
+    """Turn an error of the OpenAI client into a `UserError`."""
     try:
         yield
     except (openai.APIConnectionError, httpx2.TransportError):
-        raise settings.UserError(f"nothing answers at {url}. Run: {settings.inv('submit serve_llm')}") from None
+        raise UserError(f"nothing answers at {url}. Run: {settings.inv('submit serve_llm')}") from None
     except openai.AuthenticationError:
-        raise settings.UserError(
+        raise UserError(
             f"{url} rejects the SERVE_API_KEY. If you have just changed it in .env, try again in ten seconds. "
             "If your shell sets another value, run: unset SERVE_API_KEY"
         ) from None
     except (json.JSONDecodeError, AttributeError, LookupError):  # the OpenAI client does not validate responses
-        raise settings.UserError(f"{url} is not an OpenAI-compatible server. Run: {settings.inv('status')}") from None
+        raise UserError(f"{url} is not an OpenAI-compatible server. Run: {settings.inv('status')}") from None
     except openai.APIError as error:
-        raise settings.UserError(f"{url} returned an error: {error.message}") from None
+        raise UserError(f"{url} returned an error: {error.message}") from None
 
 
 def _loop(session: ChatSession, url: str) -> None:

@@ -20,6 +20,7 @@ from rich.table import Table
 from raymill import environment, settings
 from raymill.clients import chat
 from raymill.console import cell
+from raymill.errors import UserError
 from raymill.printable import printable
 from raymill.ray_support import job_secrets, model_cache
 from raymill.training import storage
@@ -58,7 +59,7 @@ def run(
     `variables` are the environment variables of submitted jobs, which say where to find the server's key.
 
     Raises:
-        settings.UserError: there is no key, the server does not answer, it does not serve the model, or lm-eval fails.
+        UserError: there is no key, the server does not answer, it does not serve the model, or lm-eval fails.
     """
     key = chat.api_key(variables)
     with chat.readable_errors(url):
@@ -66,7 +67,7 @@ def run(
     card = next((one for one in served if one.id == (request.model or served[0].id)), None)
     if not card:
         names = ", ".join(one.id for one in served)
-        raise settings.UserError(f"no model is named {request.model}. Served models: {names}")
+        raise UserError(f"no model is named {request.model}. Served models: {names}")
     max_length = getattr(card, "max_model_len", None) or 2048  # a field of vLLM's, which adapters lack
     arguments: dict[str, Any] = {
         "model": card.id,
@@ -95,14 +96,14 @@ def _tokenizer(model: str) -> str:
         return model_cache.on_this_node(location, weights=False)
     if "/" in model:
         return model
-    raise settings.UserError(
+    raise UserError(
         f"{location} does not exist, so there is no tokenizer for {model}. Serve a run under its own name, or a model "
         "of the hub under its id"
     )
 
 
 def _run_lm_eval(request: Request, arguments: dict[str, Any], key: str, folder: Path) -> None:
-    """Run lm-eval, show its progress, and keep its log in `folder`. Raises `settings.UserError` if it fails."""
+    """Run lm-eval, show its progress, and keep its log in `folder`. Raises `UserError` if it fails."""
     _, variables = environment.package_sources(environment.pip_settings())
     # the tokenizer of the project's own transformers
     transformers = f"transformers=={importlib.metadata.version('transformers')}"
@@ -140,7 +141,7 @@ def _run_lm_eval(request: Request, arguments: dict[str, Any], key: str, folder: 
         log = "".join(lines)
         last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
         reason = next((meaning for text, meaning in REASONS.items() if text in log), last)
-        raise settings.UserError(f"lm-eval failed: {reason}   Its log: {folder / 'log.txt'}")
+        raise UserError(f"lm-eval failed: {reason}   Its log: {folder / 'log.txt'}")
 
 
 def _table(found: dict[str, Any], model: str) -> Table:

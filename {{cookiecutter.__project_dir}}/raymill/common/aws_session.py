@@ -18,7 +18,7 @@ from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import NoCredentialsError
 from botocore.utils import JSONFileCache
 
-from raymill import settings
+from raymill.errors import UserError
 
 
 class _Cache(JSONFileCache):
@@ -71,6 +71,6 @@ def _ask(question: str) -> str:
     try:
         return getpass.getpass(question)
     except EOFError:
-        raise settings.UserError(
+        raise UserError(
             "your AWS profile needs a code for MFA, but there is no terminal. Run in one: aws sts get-caller-identity"
         ) from None

@@ -9,6 +9,7 @@ from pydantic import field_validator
 from raymill import settings
 from raymill.common import aws_session, remaining_costs
 from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.errors import UserError
 
 NOTE = "cluster/ended.txt"
 """Key of the object that says why the cluster shut itself down."""
@@ -63,7 +64,7 @@ def exists(file: ClusterFile) -> bool:
 
 
 def require(file: ClusterFile) -> None:
-    """Raise `settings.UserError` if there is no bucket, or a foreign one, because this would look like no work."""
+    """Raise `UserError` if there is no bucket, or a foreign one, because this would look like no work."""
     try:
         found = exists(file)
     except botocore.exceptions.ClientError as error:
@@ -71,7 +72,7 @@ def require(file: ClusterFile) -> None:
             raise
         found = False
     if not found:
-        raise settings.UserError(
+        raise UserError(
             f"there is no bucket s3://{name(file)} that admits your AWS credentials, so {file.slug} has no saved work "
             f"there. Check the account and the region, or run: inv up --target {TARGET}"
         )

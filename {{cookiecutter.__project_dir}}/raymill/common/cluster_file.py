@@ -10,6 +10,7 @@ import yaml
 
 from raymill import settings
 from raymill.common import aws_session
+from raymill.errors import UserError
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
@@ -102,18 +103,16 @@ class ClusterFile:
 
 
 def load(file: Path = FILE) -> ClusterFile:
-    """Read the cluster file. Raises `settings.UserError` if this file or one that it needs is missing or invalid."""
+    """Read the cluster file. Raises `UserError` if this file or one that it needs is missing or invalid."""
     try:
         text = file.read_text(encoding="utf-8")
         digest = hashlib.sha256(f"{text}{PINS.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
         read = ClusterFile(yaml.safe_load(text), digest)
         _ = (read.slug, read.region, read.key_file, read.auth["ssh_user"], read.head, read.workers)
     except FileNotFoundError as error:
-        raise settings.UserError(f"{error.filename} is missing. Run: git checkout {error.filename}") from None
+        raise UserError(f"{error.filename} is missing. Run: git checkout {error.filename}") from None
     except yaml.YAMLError as error:
-        raise settings.UserError(
-            f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct that line"
-        ) from None
+        raise UserError(f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct that line") from None
     except (KeyError, TypeError) as error:
-        raise settings.UserError(f"{file} lacks {error}. See what changed: git diff {file}") from None
+        raise UserError(f"{file} lacks {error}. See what changed: git diff {file}") from None
     return read

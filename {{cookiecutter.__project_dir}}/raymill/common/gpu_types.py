@@ -1,7 +1,7 @@
 """The GPU instance types of the cluster, from [cluster.gpu] of settings.toml and from cluster.yaml."""
 
-from raymill import settings
 from raymill.common.cluster_file import ClusterFile
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES, InstanceType
 from raymill.ray_support import gpu_section
 
@@ -10,7 +10,7 @@ def for_training(file: ClusterFile) -> tuple[InstanceType, ...]:
     """Return the types for training, the preferred one first.
 
     Raises:
-        settings.UserError: a type is not in raymill/instance_types.py.
+        UserError: a type is not in raymill/instance_types.py.
     """
     names = gpu_section.load().instance_types or [in_cluster_yaml(file)]
     return tuple(find(name) for name in names)
@@ -22,9 +22,9 @@ def in_cluster_yaml(file: ClusterFile) -> str:
 
 
 def find(name: str) -> InstanceType:
-    """Return the instance type with this name. Raises `settings.UserError` if it is not in INSTANCE_TYPES."""
+    """Return the instance type with this name. Raises `UserError` if it is not in INSTANCE_TYPES."""
     if name not in INSTANCE_TYPES:
-        raise settings.UserError(
+        raise UserError(
             f"{name}, an InstanceType in cluster/cluster.yaml, is not in raymill/instance_types.py. Add it there, "
             f"or use one of: {', '.join(INSTANCE_TYPES)}"
         )

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from botocore.exceptions import BotoCoreError, ClientError
 from rich.table import Table
 
-from raymill import settings
 from raymill.common import aws_session
 from raymill.common.cluster_file import CAPACITY_BLOCK, ClusterFile, NodeType
 from raymill.common.instances import Instance
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES, highest_price
 
 PRICING_REGION = "us-east-1"  # serves the prices of all regions
@@ -84,7 +84,7 @@ class MarketPrices:
 
 
 def ask(file: ClusterFile) -> Prices:
-    """Ask AWS for the prices of all node types. Raises `settings.UserError` if one has no price in the region."""
+    """Ask AWS for the prices of all node types. Raises `UserError` if one has no price in the region."""
     node_types = (file.head, *file.workers)
     known = of_market(file, {one.instance_type for one in node_types if one.market != CAPACITY_BLOCK})
     workers = {node_type.name: known.lowest(node_type) for node_type in file.workers}
@@ -118,7 +118,7 @@ def find(file: ClusterFile, names: Collection[str]) -> tuple[MarketPrices, str]:
         except (BotoCoreError, ClientError) as error:
             reasons.append(str(error))
             break
-        except settings.UserError as error:
+        except UserError as error:
             reasons.append(str(error))
         except Exception as error:
             reasons.append(f"AWS's answer about {name} has another form: {error!r}")
@@ -126,7 +126,7 @@ def find(file: ClusterFile, names: Collection[str]) -> tuple[MarketPrices, str]:
 
 
 def of_market(file: ClusterFile, names: Collection[str]) -> MarketPrices:
-    """Return the prices of instance types in all zones. Raises `settings.UserError` if one has no price."""
+    """Return the prices of instance types in all zones. Raises `UserError` if one has no price."""
     return MarketPrices({name: _on_demand(file, name) for name in sorted(names)}, spot_prices(file, names))
 
 
@@ -166,7 +166,7 @@ def lowest(file: ClusterFile, names: Collection[str]) -> dict[str, float]:
     """
     found = {name: min(zones.values()) for name, zones in spot_prices(file, names).items()}
     for name in set(names) - set(found):
-        with contextlib.suppress(settings.UserError):
+        with contextlib.suppress(UserError):
             found[name] = _on_demand(file, name)
     return found
 
@@ -219,6 +219,6 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
             for dimension in term["priceDimensions"].values():
                 if (dollars := float(dimension["pricePerUnit"]["USD"])) > 0:
                     return dollars
-    raise settings.UserError(
+    raise UserError(
         f"AWS has no price for {instance_type} in {file.region}. Set another InstanceType in cluster/cluster.yaml"
     )

@@ -4,6 +4,7 @@ from pydantic import ConfigDict
 
 from raymill import settings
 from raymill.common.cluster_file import TARGET
+from raymill.errors import UserError
 
 
 class NetworkCostsSection(settings.Section):
@@ -31,7 +32,7 @@ def describe() -> str:
     try:
         network = settings.load(NetworkCostsSection, "network", profile="cluster")
         reserved = settings.load(CapacityCostsSection, "capacity", profile="cluster").reservation
-    except settings.UserError:  # a reason to name everything, and not to say nothing
+    except UserError:  # a reason to name everything, and not to say nothing
         network, reserved = NetworkCostsSection(private=True, certificate="unknown"), "perhaps a capacity reservation"
     costs = ["the secrets (0.40 dollars each per month)"]
     if network.private and not network.subnets:

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from raymill import settings
 from raymill.data import rendered_check
 from raymill.data.assistant_turns import AssistantTurns
 from raymill.data.examples import Conversation, Message
@@ -20,6 +19,7 @@ from raymill.data.options import PastReasoning, Turns
 from raymill.data.template_layout import Layouts
 from raymill.data.template_probes import ANSWER, FEATURES, NEXT, QUESTION, RESULT, features
 from raymill.data.template_renderer import MARKS, RenderedText, TemplateFailure, TemplateRenderer
+from raymill.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,7 +59,7 @@ class ChatTemplate:
         have no token within `sequence_length`.
 
         Raises:
-            settings.UserError: the template is broken or does not support `past_reasoning`, or a model trained with it
+            UserError: the template is broken or does not support `past_reasoning`, or a model trained with it
                 would never stop.
         """
         self.text: str = tokenizer.chat_template
@@ -221,7 +221,7 @@ class ChatTemplate:
         """Find the tokens that end an assistant turn.
 
         Raises:
-            settings.UserError: the template is broken, or its turns do not end in a stop token.
+            UserError: the template is broken, or its turns do not end in a stop token.
         """
         name = tokenizer.name_or_path
         probe = Conversation([QUESTION, ANSWER])
@@ -230,12 +230,12 @@ class ChatTemplate:
             self._turns = AssistantTurns(self._renderer, eos_ids, has_marks=self._follows_marks)
             ends = self._turns.learn_end(tokenizer, probe, NEXT)
         except TemplateFailure as failure:
-            raise settings.UserError(
+            raise UserError(
                 f"the chat template of {name} cannot be used ({failure}); correct chat_template in [preprocess]."
             ) from None
         if not ends:
             text = self._renderer.conversation(probe, self._marked_template)
-            raise settings.UserError(
+            raise UserError(
                 f"a model trained with this chat template would never stop: no stop token of {name} follows the answer "
                 f"in {text!r}; set chat_template in [preprocess] to {suggestion(tokenizer)}."
             )
@@ -263,11 +263,11 @@ def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> s
     """Return the template if it has marks, otherwise TRL's version, which has marks and keeps the earlier reasoning.
 
     Raises:
-        settings.UserError: the template has no marks, and TRL has no version of it.
+        UserError: the template has no marks, and TRL has no version of it.
     """
     marked = tokenizer.chat_template if has_marks else _marked_by_trl(tokenizer)
     if not marked:
-        raise settings.UserError(
+        raise UserError(
             f"past_reasoning = keep does not work, because TRL has no training template for {tokenizer.name_or_path}; "
             "pass --past-reasoning served."
         )

@@ -10,8 +10,8 @@ import pyarrow.fs
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 
 from raymill.data import hub, table_formats
+from raymill.errors import UserError
 from raymill.printable import printable
-from raymill.settings import UserError
 
 WILDCARD = re.compile(r"[*?[]")
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")

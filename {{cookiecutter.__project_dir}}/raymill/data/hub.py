@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow.fs
 
+from raymill.errors import UserError
 from raymill.ray_support import hub_access
-from raymill.settings import UserError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem

@@ -10,8 +10,8 @@ from raymill.data.row_sources import RowSource
 from raymill.data.shards import PartitionSummary, ShardPlan, ShardSummary
 from raymill.data.tokenization import DocumentTokenizer
 from raymill.data.tokenizer import tokenizer_hash
+from raymill.errors import UserError
 from raymill.ray_support import model_cache
-from raymill.settings import UserError
 
 FORMAT = 3
 PARTS = ("train", "eval")

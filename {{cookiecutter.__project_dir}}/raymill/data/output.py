@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pyarrow.fs import FileSystem
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 
 @contextlib.contextmanager

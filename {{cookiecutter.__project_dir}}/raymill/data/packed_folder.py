@@ -9,8 +9,8 @@ from pyarrow.fs import FileSelector, FileType
 
 from raymill import state_files
 from raymill.data.output import open_output
+from raymill.errors import UserError
 from raymill.output_lease import is_lease
-from raymill.settings import UserError
 
 SUBFOLDERS = ("train", "eval", "rejected")
 MANIFEST = "manifest.json"

@@ -14,10 +14,11 @@ from raymill.data.options import PreprocessOptions
 from raymill.data.row_sources import RowSource
 from raymill.data.shards import PartitionSummary, ShardPlan
 from raymill.data.tokenization import DocumentTokenizer
+from raymill.errors import UserError
 from raymill.ray_support import ray_data
 from raymill.ray_support.private.data import ShuffleDiskError
 from raymill.ray_support.progress import Progress, time_left
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 
 def plan_shards(options: PreprocessOptions, sources: list[RowSource]) -> ShardPlan:

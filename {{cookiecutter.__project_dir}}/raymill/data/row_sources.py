@@ -11,7 +11,7 @@ from raymill.data.examples import BadRow
 from raymill.data.files import InputFiles
 from raymill.data.row_formats import EXPECTED_COLUMNS, UNKNOWN_COLUMNS, format_of
 from raymill.data.rows import Piece
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 PIECE_BYTES = 32 * 2**20  # one task reads this much of a file
 MAX_WEIGHT = 1000

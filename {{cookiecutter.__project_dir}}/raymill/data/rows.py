@@ -11,7 +11,7 @@ from pyarrow.fs import FileSystem
 
 from raymill.data.examples import BadRow, decode, to_json
 from raymill.data.row_formats import COLUMNS, read_example, without_nulls
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 PARQUET_ROWS = 128  # rows decoded at once; few, because rows can be long
 ARRAY = "a JSON array instead of one object per line; convert it with jq -c '.[]'"

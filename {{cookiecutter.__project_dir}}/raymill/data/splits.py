@@ -5,8 +5,8 @@ import re
 from pathlib import PurePosixPath
 
 from raymill.data.files import InputFiles
+from raymill.errors import UserError
 from raymill.printable import printable
-from raymill.settings import UserError
 
 # the words by which the library `datasets` recognizes splits in the names of files and folders
 TRAIN = {"train", "training"}

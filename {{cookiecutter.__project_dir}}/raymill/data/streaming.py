@@ -19,8 +19,8 @@ from raymill.data.row_sources import RowSource
 from raymill.data.shards import fetch
 from raymill.data.tokenization import DocumentTokenizer
 from raymill.data.tokenizer import padding_id
+from raymill.errors import UserError
 from raymill.model_config import text_config
-from raymill.settings import UserError
 from raymill.training import preflight
 from raymill.training.dataset import Batch, as_arrays, as_batch
 

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from raymill import settings
 from raymill.data.chat_template import ChatTemplate, TemplateRejection, suggestion
 from raymill.data.document_encoder import DocumentEncoder, EncodedText
 from raymill.data.examples import BadRow, Completion, Conversation, Example, from_json
 from raymill.data.options import Overlong, PastReasoning, PreprocessOptions, Turns
 from raymill.data.row_formats import read_example
 from raymill.data.tokenizer import eos_ids, load_tokenizer, read_template
+from raymill.errors import UserError
 
 NOT_TRAINED = -100  # the label that Hugging Face losses ignore
 DOCUMENTS = pa.schema(
@@ -121,7 +121,7 @@ class DocumentTokenizer:
             raise BadRow(row["problem"])
         example = from_json(row["row"]) if isinstance(row.get("row"), bytes) else read_example(row)
         if isinstance(example, Conversation) and not self.template:
-            raise settings.UserError(
+            raise UserError(
                 f"{self._model} has no chat template; set chat_template in [preprocess] to "
                 f"{suggestion(self.tokenizer)}."
             )
@@ -151,7 +151,7 @@ class DocumentTokenizer:
         """Return the documents of one row, cut to `sequence_length` tokens each, or the reason why the row is bad."""
         if any(len(text.ids) > self.sequence_length for text in encoded):
             if self.overlong == "error":
-                raise settings.UserError(
+                raise UserError(
                     f"a conversation has more than sequence_length = {self.sequence_length} tokens; pass a larger "
                     "--sequence-length, or --overlong truncate."
                 )

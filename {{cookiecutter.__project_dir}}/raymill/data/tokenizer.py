@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, NamedTuple
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support import hub_access, model_cache
 
 if TYPE_CHECKING:
@@ -55,12 +56,12 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise hub_access.explain(error, model) or settings.UserError(
+        raise hub_access.explain(error, model) or UserError(
             f"the tokenizer of {model} cannot be loaded ({reason}); set {setting} to a folder or hub id with a "
             "tokenizer."
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise settings.UserError(
+        raise UserError(
             f"the tokenizer of {model} has no tokenizer.json, so trained tokens cannot be marked; convert it to a fast "
             "tokenizer."
         )
@@ -82,12 +83,12 @@ def read_template(path: str | None) -> str | None:
     if file.suffix != ".jinja" and not file.is_file():
         template = load_tokenizer(path, setting="chat_template").chat_template
         if not template:
-            raise settings.UserError(f"{path} has no chat template; correct chat_template in [preprocess].")
+            raise UserError(f"{path} has no chat template; correct chat_template in [preprocess].")
         return template
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise settings.UserError(
+        raise UserError(
             f"the chat template {path} cannot be read ({error.strerror}); correct chat_template in [preprocess]."
         ) from None
 

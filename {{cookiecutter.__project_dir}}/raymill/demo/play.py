@@ -22,6 +22,7 @@ from rich.table import Table
 from raymill import settings, status, submission
 from raymill.console import Console
 from raymill.demo import assets
+from raymill.errors import UserError
 from raymill.local.target import Local
 from raymill.network import free_ports
 from raymill.printable import printable
@@ -41,7 +42,7 @@ def play() -> dict[str, Any]:
     """Run every step. Return the results, and save them to results/demo.json.
 
     Raises:
-        settings.UserError: a job failed, or a result is not as expected.
+        UserError: a job failed, or a result is not as expected.
     """
     times: dict[str, float] = {}
     with _peak_memory() as memory:
@@ -100,9 +101,7 @@ def _run(connection: Connection, job: str, *arguments: str) -> None:
 
 def _follow(connection: Connection, job_id: str) -> None:
     if code := submission.follow(connection, job_id):
-        raise settings.UserError(
-            f"{job_id} failed with exit code {code}; the reason is above. Show its log: inv logs {job_id}"
-        )
+        raise UserError(f"{job_id} failed with exit code {code}; the reason is above. Show its log: inv logs {job_id}")
 
 
 def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[str]:
@@ -234,7 +233,7 @@ def _pairs(values: dict[str, str]) -> Table:
 
 
 def _check(result: dict[str, Any]) -> None:
-    """Raise `settings.UserError` if a result is not as expected."""
+    """Raise `UserError` if a result is not as expected."""
     expectations = {
         "the untrained model knows no answer": result["right_before"] == 0,
         "the trained model knows at least 95 % of the answers": result["right_after"] >= 0.95,
@@ -244,7 +243,7 @@ def _check(result: dict[str, Any]) -> None:
     }
     for expectation, is_met in expectations.items():
         if not is_met:
-            raise settings.UserError(f"the demo did not show that {expectation}. The numbers are in results/demo.json")
+            raise UserError(f"the demo did not show that {expectation}. The numbers are in results/demo.json")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from raymill import environment, settings, state_files
 from raymill.common import cluster_file
 from raymill.emulator import die_with_parent, host_image, packages
 from raymill.emulator.addresses import CHECK_IP_PORT, ENDPOINT
+from raymill.errors import UserError
 
 STATE_FILE = settings.PROJECT / ".cluster" / "rehearsal.json"
 LOG = STATE_FILE.with_suffix(".log")
@@ -88,7 +89,7 @@ def _install_programs() -> None:
     quiet: dict[str, Any] = {"env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, "stdout": subprocess.DEVNULL}
     subprocess.run(["apt-get", "update", "-qq"], **quiet)
     if subprocess.run(["apt-get", "install", "--yes", "-qq", "--no-install-recommends", *needed], **quiet).returncode:
-        raise settings.UserError(
+        raise UserError(
             f"apt-get failed; its errors are above. Fix the cause, then run: apt-get install {' '.join(needed)}"
         )
     # stop the ssh service: the emulator needs only the program sshd, and this machine must not accept logins
@@ -100,7 +101,7 @@ def start(region: str) -> None:
     """Start the cloud unless it is running. It outlives this process.
 
     Raises:
-        settings.UserError: the cloud cannot start.
+        UserError: the cloud cannot start.
     """
     if not _process():
         die_with_parent.detach(_start(region))
@@ -110,7 +111,7 @@ def _start(region: str) -> subprocess.Popen:
     """Start a cloud that ends with this process. Return its outermost process when the cloud is ready."""
     _install_programs()
     if reason := unsupported_reason():
-        raise settings.UserError(reason)
+        raise UserError(reason)
     STATE_FILE.parent.mkdir(exist_ok=True)
     pins = packages.fill_cache()
     needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix), Path(environment.find_uv()).parent]
@@ -136,7 +137,7 @@ def run(command: Sequence[str]) -> int:
     """Run `command` inside the cloud, as on the administrator's laptop, and return its exit code."""
     process = _process()
     if process is None:
-        raise settings.UserError("no emulated AWS is running. Run: inv up --target rehearsal")
+        raise UserError("no emulated AWS is running. Run: inv up --target rehearsal")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_"))}
     variables |= {
         cluster_file.REHEARSAL: "1",
@@ -160,7 +161,7 @@ def run_in_fresh_cloud(module: str, *arguments: str) -> None:
     """Run a module in a new cloud, then stop the cloud. Exit with the module's exit code if that is not 0.
 
     Raises:
-        settings.UserError: the cloud cannot start, or part of it remains.
+        UserError: the cloud cannot start, or part of it remains.
     """
     if is_running():
         print("stopping the running emulated AWS")
@@ -173,7 +174,7 @@ def run_in_fresh_cloud(module: str, *arguments: str) -> None:
     if code:
         sys.exit(code)
     if left:
-        raise settings.UserError(f"left behind: {', '.join(left)}. Run: inv down --target rehearsal")
+        raise UserError(f"left behind: {', '.join(left)}. Run: inv down --target rehearsal")
     print(f"done in {time.monotonic() - started:.0f} s: no process, mount or network is left")
 
 
@@ -228,4 +229,4 @@ def _wait_until_ready() -> None:
         time.sleep(0.1)
     stop()
     lines = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()] or ["its log is empty"]
-    raise settings.UserError(f"the emulated AWS did not start ({lines[-1]}). Read {LOG}, then try again.")
+    raise UserError(f"the emulated AWS did not start ({lines[-1]}). Read {LOG}, then try again.")

@@ -31,6 +31,7 @@ from raymill.console import Console
 from raymill.demo import assets
 from raymill.emulator.addresses import CONTROL_PORT
 from raymill.emulator.waiting import wait_for
+from raymill.errors import UserError
 from raymill.target import Connection
 
 CONTROL_URL = f"http://127.0.0.1:{CONTROL_PORT}"
@@ -53,7 +54,7 @@ def run() -> None:
     """Run the scenario inside the cloud.
 
     Raises:
-        settings.UserError: a step failed, or something remains after `down`.
+        UserError: a step failed, or something remains after `down`.
     """
     file, target, started = cluster_file.load(), Aws(), time.time()
     with ThreadPoolExecutor(1) as background:
@@ -69,7 +70,7 @@ def run() -> None:
         connection = target.connect()
         job = submission.submit(connection, "finetune_ddp", TRAINING)
         if submission.follow(connection, job):
-            raise settings.UserError(f"{job} failed; its log is above. Fix the job or cluster.yaml before you use AWS.")
+            raise UserError(f"{job} failed; its log is above. Fix the job or cluster.yaml before you use AWS.")
     _check_unpacked(file)
     with _step("reports and metrics of all machines, as `inv status` and `inv metrics` read them"):
         wait_for(lambda: _reporting(file) == {one.id for one in instances.living(file)}, 60, "the machines' reports")
@@ -88,13 +89,13 @@ def run() -> None:
         status.show_past(target.past_jobs(), CONSOLE)
         log = target.past_log(job)
         if not (log and log.copy and f"step {STEPS}/{STEPS}" in log.copy.text):
-            raise settings.UserError(f"the log of {job} in the bucket is not whole. Check raymill/node/log_shipping.py")
+            raise UserError(f"the log of {job} in the bucket is not whole. Check raymill/node/log_shipping.py")
     state = cloud_state()
     _show_timeline(state["events"], state["instances"], started)
     _show_calls(state["calls"])
     _save(state | {"policies": policies, "left": left})
     if left:
-        raise settings.UserError(f"left behind after down: {', '.join(left)}")
+        raise UserError(f"left behind after down: {', '.join(left)}")
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def read_metrics(connection: Connection) -> None:
     """Read the metrics of each machine as Prometheus does, through the relay.
 
     Raises:
-        settings.UserError: not all machines answer.
+        UserError: not all machines answer.
     """
     relay, headers = connection.relay_metrics(), connection.headers
     nodes = requests.get(f"{connection.dashboard}/api/prometheus/sd", headers=headers, timeout=30).json()
@@ -122,7 +123,7 @@ def read_metrics(connection: Connection) -> None:
     pages = [requests.get(f"http://{relay}/{target}", headers=headers, timeout=30).text for target in targets]
     found = {ip for page in pages for ip in re.findall(r'^ray_node_mem_used{.*\bip="([^"]+)"', page, re.MULTILINE)}
     if len(found) != WORKERS + 1:
-        raise settings.UserError(
+        raise UserError(
             f"only {len(found)} machines have metrics ({', '.join(found)}). Check raymill/node/metrics_relay.py"
         )
     CONSOLE.print(f"{len(found)} machines have metrics")
@@ -132,7 +133,7 @@ def _check_plain_ssh(file: ClusterFile, *, works: bool) -> None:
     """Check whether ssh without options reaches the head by the cluster's name, as VS Code and scp do."""
     shown = subprocess.run(["ssh", file.slug, "hostname"], capture_output=True, text=True)
     if (shown.returncode == 0) != works:
-        raise settings.UserError(
+        raise UserError(
             f"`ssh {file.slug}` {'fails' if works else 'still works'}: {shown.stdout}{shown.stderr}. Check "
             "raymill/aws/ssh_config.py"
         )
@@ -156,7 +157,7 @@ def upload_assets(file: ClusterFile) -> None:
             text=True,
         )
         if packing.returncode:
-            raise settings.UserError(f"preprocess failed: {packing.stderr.strip().splitlines()[-1]}")
+            raise UserError(f"preprocess failed: {packing.stderr.strip().splitlines()[-1]}")
         wait_for(lambda: bucket.exists(file), 120, "the bucket")
         for path in Path(folder).rglob("*"):
             if path.is_file():
@@ -167,7 +168,7 @@ def _check_unpacked(file: ClusterFile) -> None:
     """Check that all workers have unpacked the packages in the bucket, according to the output of their setup."""
     setup = ssh.find_head(file).run("cat /tmp/ray/session_latest/logs/monitor.out")
     if setup.count("of packages from the bucket in") != WORKERS:
-        raise settings.UserError("a worker has not unpacked the packages in the bucket. Check raymill/node/unpack.py")
+        raise UserError("a worker has not unpacked the packages in the bucket. Check raymill/node/unpack.py")
 
 
 def set_idle_timeout(file: ClusterFile, minutes: float) -> None:
@@ -230,5 +231,5 @@ def _show_calls(calls: list[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     try:
         run()
-    except settings.UserError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raymill import settings
+from raymill.errors import UserError
 
 USUAL_IMPORT_S = 0.6  # `import ray` on two idle cores
 MAX_SLOWDOWN = 5.0  # a cluster that needs even more time is considered broken
@@ -29,11 +29,11 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float
     condition in the error.
 
     Raises:
-        settings.UserError: the condition did not hold in time.
+        UserError: the condition did not hold in time.
     """
     started, timeout_s = time.monotonic(), timeout_s * slowdown()
     while not condition():
         if time.monotonic() >= started + timeout_s:
-            raise settings.UserError(f"waited {timeout_s:.0f} s for {what}")
+            raise UserError(f"waited {timeout_s:.0f} s for {what}")
         time.sleep(1)
     return time.monotonic() - started

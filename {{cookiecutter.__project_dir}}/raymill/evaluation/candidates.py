@@ -5,8 +5,8 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from raymill import settings, state_files
+from raymill.errors import UserError
 from raymill.ray_support import model_cache
-from raymill.settings import UserError
 from raymill.training import checkpoints, preflight, storage, weights_check
 from raymill.training.dataset import Manifest
 

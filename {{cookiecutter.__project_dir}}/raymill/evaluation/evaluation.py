@@ -5,12 +5,12 @@ import torch
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayTaskError
 
+from raymill.errors import UserError
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.options import EvaluateOptions
 from raymill.evaluation.scoring import Scorer
 from raymill.ray_support import ray_data
 from raymill.ray_support.progress import Progress, time_left
-from raymill.settings import UserError
 
 
 def evaluate(candidate: Candidate, options: EvaluateOptions, rows: int) -> dict[str, float]:

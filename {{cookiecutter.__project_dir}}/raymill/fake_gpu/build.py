@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from raymill import settings
+from raymill.errors import UserError
 from raymill.instance_types import Gpu
 
 SOURCE = Path(__file__).parent
@@ -39,7 +39,7 @@ def build(site_packages: Path, folder: Path) -> None:
     """Write the fake GPU's libraries to `folder`.
 
     Raises:
-        settings.UserError: gcc or readelf is missing, or the compilation failed.
+        UserError: gcc or readelf is missing, or the compilation failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     called = _called_functions(site_packages)
@@ -97,9 +97,9 @@ def _run(*command: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError:
         package = "gcc" if command[0] == "gcc" else "binutils"
-        raise settings.UserError(f"{command[0]} is missing. Run: sudo apt-get install {package}") from None
+        raise UserError(f"{command[0]} is missing. Run: sudo apt-get install {package}") from None
     except subprocess.CalledProcessError as error:
-        raise settings.UserError(f"{command[0]} could not build the fake GPU: {error.stderr.strip()}") from None
+        raise UserError(f"{command[0]} could not build the fake GPU: {error.stderr.strip()}") from None
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from raymill import state_files
 from raymill.data.output import open_output
+from raymill.errors import UserError
 from raymill.output_lease import is_lease
-from raymill.settings import UserError
 from raymill.state_files import DamagedFile
 
 ANSWERS, REJECTED = "answers", "rejected"

@@ -12,6 +12,7 @@ from ray.data.exceptions import ExecutionTimeoutError
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from raymill.data.row_sources import RowSource
+from raymill.errors import UserError
 from raymill.generation import crash_tracker, prompts, vllm_stage
 from raymill.generation.answer_folder import AnswerFolder
 from raymill.generation.crash_tracker import CrashTracker
@@ -21,7 +22,7 @@ from raymill.printable import printable
 from raymill.ray_support import model_cache, ray_data
 from raymill.ray_support.progress import Progress, time_left
 from raymill.serving.options import ServeOptions
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 
 def recipe(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:

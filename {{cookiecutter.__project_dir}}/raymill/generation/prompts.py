@@ -20,9 +20,9 @@ from raymill.data.row_sources import RowSource
 from raymill.data.rows import Piece, RawRow
 from raymill.data.template_renderer import TemplateFailure, TemplateRenderer
 from raymill.data.tokenizer import SpecialTokens
+from raymill.errors import UserError
 from raymill.generation.answer_folder import ROW_HASH, AnswerFolder
 from raymill.ray_support import hub_access, model_cache
-from raymill.settings import UserError
 
 COLUMNS = ("messages", "tools", "prompt")
 BLOCK_ROWS = 256

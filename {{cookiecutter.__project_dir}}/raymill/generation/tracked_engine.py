@@ -8,9 +8,9 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from raymill.errors import UserError
 from raymill.ray_support import compile_cache
 from raymill.ray_support.private.data_llm import EngineStage, Processor, replace_engine
-from raymill.settings import UserError
 
 SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one at a time would take hours
 

@@ -13,6 +13,7 @@ import psutil
 
 from raymill import sections, settings
 from raymill.doctor import Finding, judge
+from raymill.errors import UserError
 
 DEMO_MEMORY_GIB = 8
 FREE_DISK_GIB = 5
@@ -90,7 +91,7 @@ def _settings() -> Iterator[Finding]:
 
     try:
         sections.check()
-    except settings.UserError as error:
+    except UserError as error:
         yield Finding("error", str(error))
         return
     for profile in settings.PROFILES:
@@ -98,7 +99,7 @@ def _settings() -> Iterator[Finding]:
             for entry in (one for one in sections.SECTIONS if profile in one.profiles):
                 settings.load(entry.load_type(), *entry.names, profile=profile)
             check_accelerator(settings.load(ServeOptions, "serve", profile=profile).accelerator)
-        except settings.UserError as error:
+        except UserError as error:
             yield Finding("error", f"in profile {profile}: {error}")
             return
     yield Finding("ok", "settings.toml is valid in both profiles")
@@ -109,7 +110,7 @@ def _port() -> Iterator[Finding]:
 
     try:
         options = settings.load(ServeOptions, "serve", profile="local")
-    except settings.UserError:
+    except UserError:
         return  # _settings reports this error
     with socket.socket() as probe:
         in_use = probe.connect_ex((options.host, options.port)) == 0

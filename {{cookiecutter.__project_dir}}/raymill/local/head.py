@@ -12,6 +12,7 @@ from ray.job_submission import JobStatus
 from raymill import environment as project_environment
 from raymill import settings
 from raymill.console import Console
+from raymill.errors import UserError
 from raymill.job_client import PROBE_JOB, JobClient, Unreachable
 from raymill.local import processes, state
 from raymill.serving import haproxy
@@ -95,7 +96,7 @@ def wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
     The job shows that the job server, the agent, the scheduler and a worker all work.
 
     Raises:
-        settings.UserError: the head died, or took too long to start.
+        UserError: the head died, or took too long to start.
     """
     started = time.monotonic()
     with Console().status("starting Ray on loopback") as spinner:
@@ -104,7 +105,7 @@ def wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
             waited = time.monotonic() - started
             _check_alive(process)
             if waited > START_TIMEOUT_S:
-                raise settings.UserError(f"Ray did not answer within {START_TIMEOUT_S} s")
+                raise UserError(f"Ray did not answer within {START_TIMEOUT_S} s")
             spinner.update(f"starting Ray on loopback: {waited:.0f} s")
             time.sleep(0.5)
     _run_probe_job(process, dashboard)
@@ -117,10 +118,10 @@ def _run_probe_job(process: subprocess.Popen, dashboard: str) -> None:
     while not (details := client.get_job_info(PROBE_JOB)).status.is_terminal():
         _check_alive(process)
         if time.monotonic() > deadline:
-            raise settings.UserError(f"Ray did not run a job within {START_TIMEOUT_S} s")
+            raise UserError(f"Ray did not run a job within {START_TIMEOUT_S} s")
         time.sleep(0.1)
     if details.status != JobStatus.SUCCEEDED:
-        raise settings.UserError(f"Ray could not run a job: {details.message}")
+        raise UserError(f"Ray could not run a job: {details.message}")
     _check_alive(process)
 
 
@@ -134,7 +135,7 @@ def _answers(dashboard: str, path: str, text: str = "") -> bool:
 
 def _check_alive(process: subprocess.Popen) -> None:
     if process.poll() is not None:
-        raise settings.UserError("Ray stopped while it was starting")
+        raise UserError("Ray stopped while it was starting")
 
 
 def _port(address: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from raymill import settings, state_files
+from raymill.errors import UserError
 from raymill.network import free_ports
 
 FOLDER = settings.PROJECT / ".cluster"
@@ -26,7 +27,7 @@ def read() -> dict[str, Any]:
     """Return the state of the cluster that `up` started.
 
     Raises:
-        settings.UserError: the state file is damaged.
+        UserError: the state file is damaged.
     """
     remedy = f"Run: rm {STATE_FILE}, then inv up"
     return state_files.parse_or_refuse(STATE_FILE.read_bytes(), dict[str, Any], str(STATE_FILE), remedy)
@@ -80,7 +81,7 @@ def _temp_root() -> str:
     root = os.environ.get("RAY_TMPDIR", "/tmp")
     if any(character.isspace() for character in root):
         problem = f"RAY_TMPDIR is {root!r}, but HAProxy does not support paths with spaces"
-        raise settings.UserError(f"{problem}. Run: unset RAY_TMPDIR")
+        raise UserError(f"{problem}. Run: unset RAY_TMPDIR")
     return root
 
 
@@ -91,5 +92,5 @@ def _make_temp_folder(root: str) -> str:
         os.rmdir(folder)
         maximum = MAX_TEMP_FOLDER_BYTES - len(os.fsencode(folder)) + len(os.fsencode(root))
         problem = f"RAY_TMPDIR is {root}, which is too long for socket paths. Use at most {maximum} bytes"
-        raise settings.UserError(f"{problem}, or run: unset RAY_TMPDIR")
+        raise UserError(f"{problem}, or run: unset RAY_TMPDIR")
     return folder

@@ -13,6 +13,7 @@ from typing import Any
 from raymill import env_file, settings
 from raymill.doctor import Finding
 from raymill.env_file import EnvFile
+from raymill.errors import UserError
 from raymill.job_client import Unreachable
 from raymill.local import crash_reason, doctor, head, processes, state
 from raymill.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
@@ -43,7 +44,7 @@ class Local:
         started = time.monotonic()
         try:
             cluster = _start(section)
-        except settings.UserError as error:
+        except UserError as error:
             if SLOW_START not in str(error):
                 raise
             print("this machine is busy, so a part of Ray did not start in time; trying again", flush=True)
@@ -55,7 +56,7 @@ class Local:
 
     def connect(self) -> Connection:
         if not head.is_up():
-            raise settings.UserError("the local cluster is not up. Run: inv up")
+            raise UserError("the local cluster is not up. Run: inv up")
         cluster = state.read()
         return Connection(
             dashboard=cluster["dashboard"],
@@ -71,31 +72,31 @@ class Local:
         )
 
     def show_capacity(self, wanted: WantedBlock) -> None:
-        raise settings.UserError("local rents no instances. Run: inv capacity --target aws")
+        raise UserError("local rents no instances. Run: inv capacity --target aws")
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
-        raise settings.UserError("local rents no instances. Run: inv capacity --target aws")
+        raise UserError("local rents no instances. Run: inv capacity --target aws")
 
     def show_limits(self) -> None:
-        raise settings.UserError("local costs nothing, so it has no limits. Run: inv limits --target aws")
+        raise UserError("local costs nothing, so it has no limits. Run: inv limits --target aws")
 
     def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
         self.show_limits()
 
     def bake(self) -> None:
-        raise settings.UserError("local has no nodes that install packages. Run: inv bake --target aws")
+        raise UserError("local has no nodes that install packages. Run: inv bake --target aws")
 
     def storage_variables(self) -> dict[str, str]:
         return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}
 
     def shell(self, command: str) -> int:
-        raise settings.UserError("local runs on this machine, so there is no head to connect to. Use your own shell")
+        raise UserError("local runs on this machine, so there is no head to connect to. Use your own shell")
 
     def configure_ssh(self) -> None:
         self.shell("")
 
     def notebook(self) -> str:
-        raise settings.UserError(
+        raise UserError(
             "local runs on this machine, so no tunnel is needed. Run, after `source .venv/bin/activate`: uv run "
             "--no-project --with jupyterlab jupyter lab"
         )
@@ -107,7 +108,7 @@ class Local:
         return CloudStatus()
 
     def past_jobs(self) -> list[PastJob]:
-        raise settings.UserError("local keeps no jobs after inv down. To see those of this cluster, run: inv status")
+        raise UserError("local keeps no jobs after inv down. To see those of this cluster, run: inv status")
 
     def past_log(self, job_id: str) -> PastLog | None:
         return None
@@ -150,19 +151,19 @@ def _clear() -> list[str]:
 
 
 def _start(section: head.RaySection) -> dict[str, Any]:
-    """Start the cluster, and return its state. Raises `settings.UserError` if it does not start."""
+    """Start the cluster, and return its state. Raises `UserError` if it does not start."""
     cluster = state.create()
     process = head.start(cluster, section)
     cluster["session"] = process.pid
     state.write(cluster)
     try:
         head.wait_until_ready(process, cluster["dashboard"])
-    except settings.UserError as error:
-        raise settings.UserError(_clean_up_failed_start(error)) from None
+    except UserError as error:
+        raise UserError(_clean_up_failed_start(error)) from None
     return cluster
 
 
-def _clean_up_failed_start(error: settings.UserError) -> str:
+def _clean_up_failed_start(error: UserError) -> str:
     """Clean up after a failed start, and return the error message."""
     what = "Ray stopped while it was starting" if isinstance(error, Unreachable) else str(error)
     reason = crash_reason.find(state.LOG_FILE, Path(state.read()["temp"], "ray", "session_latest", "logs"))

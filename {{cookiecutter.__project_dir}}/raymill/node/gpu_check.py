@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from raymill import settings
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES, InstanceType
 from raymill.node import metadata
 
@@ -39,13 +39,13 @@ def check(instance_type: InstanceType) -> None:
     """Check this machine against what its type promises.
 
     Raises:
-        settings.UserError: something is missing or broken.
+        UserError: something is missing or broken.
     """
     problems = list(_problems(instance_type))
     if not problems and (problem := _cuda_problem(instance_type)):  # which takes minutes if there is one
         problems = [problem]
     if problems:
-        raise settings.UserError(f"this {instance_type.name} is not fit for work: {'; '.join(problems)}")
+        raise UserError(f"this {instance_type.name} is not fit for work: {'; '.join(problems)}")
 
 
 def _problems(instance_type: InstanceType) -> Iterator[str]:
@@ -100,7 +100,7 @@ def main() -> None:
     if instance_type := INSTANCE_TYPES.get(metadata.read("instance-type")):
         try:
             check(instance_type)
-        except settings.UserError as error:
+        except UserError as error:
             sys.exit(f"error: {error}")
 
 

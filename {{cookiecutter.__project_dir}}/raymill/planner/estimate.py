@@ -109,7 +109,7 @@ def estimate(
     types and of those that it is asked for.
 
     Raises:
-        settings.UserError: the configuration is not that of a causal language model.
+        UserError: the configuration is not that of a causal language model.
     """
     shape = shape_of(config)
     training = Training(

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from raymill import settings, settings_file
 from raymill.common import cluster_file, gpu_types
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.planner import report
 from raymill.planner.estimate import estimate
@@ -29,7 +30,7 @@ def plan(
     `dollars_per_instance_hour` is a target's method. If `writes`, write the recommendation to settings.toml.
 
     Raises:
-        settings.UserError: the model's configuration cannot be loaded, the model is not a causal language model, or a
+        UserError: the model's configuration cannot be loaded, the model is not a causal language model, or a
             setting is wrong.
     """
     from raymill.data.options import PreprocessOptions
@@ -76,6 +77,6 @@ def plan(
 def _tokens(data: str) -> int | None:
     try:
         manifest = read_manifest(data)
-    except settings.UserError:
+    except UserError:
         return None
     return manifest.train.rows * manifest.sequence_length

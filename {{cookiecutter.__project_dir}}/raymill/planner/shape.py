@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.model_config import layer_configs, text_config
 from raymill.training import composite
 from raymill.training.chunked_loss import has_chunks
@@ -71,13 +72,13 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     """Return the sizes of a model. It is built on torch's meta device, without memory for its weights.
 
     Raises:
-        settings.UserError: the configuration is not that of a causal language model.
+        UserError: the configuration is not that of a causal language model.
     """
     try:
         with torch.device("meta"):
             model = composite.auto_class(config).from_config(config)
     except ValueError:
-        raise settings.UserError(
+        raise UserError(
             f"{config.model_type} is not a causal language model in transformers. Choose another model: "
             f"{settings.inv('plan MODEL')}"
         ) from None

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from raymill.errors import UserError
 from raymill.quantization.options import QuantizeOptions
 from raymill.ray_support import model_cache
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 from raymill.training import storage
 
 LLMCOMPRESSOR = "llmcompressor==0.14.0.1"

@@ -6,12 +6,13 @@ import ray
 from ray import serve
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.rag import index
 from raymill.rag.options import RagOptions
 from raymill.ray_support import capacity, model_cache
 from raymill.serving import canary, http_server, lifecycle
 from raymill.serving.options import RAG_APP, RAG_PATH, ServeOptions
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 
 def check_index(options: RagOptions) -> None:

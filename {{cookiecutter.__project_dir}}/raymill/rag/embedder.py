@@ -12,9 +12,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file, logging
 
+from raymill.errors import UserError
 from raymill.model_config import text_config
 from raymill.ray_support import hub_access, model_cache
-from raymill.settings import UserError
 from raymill.training import weights_check
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}

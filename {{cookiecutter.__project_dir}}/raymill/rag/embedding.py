@@ -9,12 +9,12 @@ from ray.exceptions import RayTaskError
 
 from raymill import settings
 from raymill.data.files import InputFiles
+from raymill.errors import UserError
 from raymill.rag import index, pipeline
 from raymill.rag.chunking import Chunker
 from raymill.rag.options import EmbedOptions
 from raymill.rag.problems import ProblemReport
 from raymill.ray_support.progress import Progress, time_left
-from raymill.settings import UserError
 
 # Forward passes per batch. With fewer, sending batches takes most of the time. With more, all wait for the last worker.
 PASSES_PER_BATCH = 4

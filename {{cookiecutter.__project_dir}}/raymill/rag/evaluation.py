@@ -14,9 +14,10 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
+from raymill.errors import UserError
 from raymill.rag import hit_rate
 from raymill.rag.ingress import MODEL
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 from raymill.training import storage
 
 MAX_RETRIES = 8  # the client waits longer before each retry, so key limits and busy replicas do not end the job

@@ -6,8 +6,8 @@ import msgspec
 import ray
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.rag import index, pipeline, ranking
-from raymill.settings import UserError
 from raymill.training import storage
 
 CANDIDATES = 20  # number of chunks to find for each question

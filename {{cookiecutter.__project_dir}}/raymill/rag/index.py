@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 from lancedb.index import FTS, IvfFlat
 
+from raymill.errors import UserError
 from raymill.rag.documents import CHUNKS
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 warnings.filterwarnings("ignore", "lancedb fork support")  # Ray's forks call exec at once, which is safe
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pyarrow.fs import FileType
 
 from raymill.data.output import open_output
+from raymill.errors import UserError
 from raymill.rag.documents import Problem
-from raymill.settings import UserError
 
 FILE = "problems.jsonl"
 SHOWN = 5  # problems of each kind that are printed

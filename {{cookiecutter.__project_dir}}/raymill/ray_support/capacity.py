@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import ray
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 
 class NodeGroup(NamedTuple):

@@ -21,6 +21,7 @@ from tyro import _errors, constructors
 
 from raymill import sections as all_sections
 from raymill import settings
+from raymill.errors import UserError
 from raymill.printable import LogStream, printable
 from raymill.ray_support import job_secrets
 from raymill.serving import haproxy
@@ -67,7 +68,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
                 default=settings.load(options_type, *sections),
                 registry=OPTIONS,
             )
-    except settings.UserError as error:
+    except UserError as error:
         sys.exit(printable(f"error: {error}"))
     except SystemExit:  # --help
         print(printed.getvalue().replace(" [-h]", "", 1), end="")
@@ -83,7 +84,7 @@ def run(main: Callable[[Any], None]) -> None:
     job_secrets.load()  # some jobs read models from the hub before they connect
     try:
         main(_parsed)
-    except settings.UserError as error:
+    except UserError as error:
         sys.exit(printable(f"error: {error}"))
 
 
@@ -97,13 +98,13 @@ def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent
     if isinstance(event, _errors.UnrecognizedArgs):
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
         if name in settings.RENAMED:
-            raise settings.UserError(f"{event.tokens[0]} is now {_flag(settings.RENAMED[name])}; use that instead.")
+            raise UserError(f"{event.tokens[0]} is now {_flag(settings.RENAMED[name])}; use that instead.")
         near = difflib.get_close_matches(name, options_type.model_fields, 1)
         meant = f"; did you mean {_flag(near[0])}?" if near else "."
-        raise settings.UserError(f"unknown option {event.tokens[0]}{meant} List all options: {_command()} --help")
+        raise UserError(f"unknown option {event.tokens[0]}{meant} List all options: {_command()} --help")
     if argument := getattr(event, "argument", None):
         takes = argument.lowered.metavar
-        raise settings.UserError(f"{argument.display_name()} expects {takes}. Details: {_command()} --help")
+        raise UserError(f"{argument.display_name()} expects {takes}. Details: {_command()} --help")
 
 
 def _flag(name: str) -> str:
@@ -121,7 +122,7 @@ def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructo
         try:
             return section_type(**values)
         except ValidationError as error:
-            raise settings.UserError(_first_error(error)) from None
+            raise UserError(_first_error(error)) from None
 
     fields = tuple(
         constructors.StructFieldSpec(

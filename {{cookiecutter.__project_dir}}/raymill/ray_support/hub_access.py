@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff, parse_ratelimit_headers
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 TIMEOUT_S = 5.0
 RETRIES = 2

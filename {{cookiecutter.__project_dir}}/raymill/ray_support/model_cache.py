@@ -14,6 +14,7 @@ from pyarrow import NativeFile
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support import hub_access
 
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -130,7 +131,7 @@ def download(model: str) -> str:
             snapshot_download(model, allow_patterns="pytorch_model*.bin")
         return folder
     except (httpx2.HTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise hub_access.explain(error, model) or settings.UserError(
+        raise hub_access.explain(error, model) or UserError(
             f"{model} is neither a folder in the project's bucket nor the id of a model. Correct the name, for example "
             f"to models/{model}."
         ) from None

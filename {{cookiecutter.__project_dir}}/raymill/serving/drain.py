@@ -9,9 +9,10 @@ import time
 
 from ray import serve
 
+from raymill.errors import UserError
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving.options import DRAIN_S
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 CLEAN_STOP_S = 30.0
 """Seconds that replicas without answers get to stop by themselves."""

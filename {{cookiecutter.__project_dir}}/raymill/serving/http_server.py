@@ -6,10 +6,10 @@ import socket
 import ray
 from ray import serve
 
+from raymill.errors import UserError
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import drain
 from raymill.serving.options import ServeOptions
-from raymill.settings import UserError
 
 
 def current_address() -> tuple[str, int] | None:

@@ -13,11 +13,12 @@ from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
+from raymill.errors import UserError
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import canary, drain, http_server, parsers, placement
 from raymill.serving.options import APP, CANARY, DRAIN_S, ServeOptions, app_name
 from raymill.serving.preflight import check_cpus
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 PROGRESS_INTERVAL_S = 15
 

@@ -2,10 +2,10 @@
 
 import ray
 
+from raymill.errors import UserError
 from raymill.ray_support import capacity
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving.options import ServeOptions
-from raymill.settings import UserError
 
 
 def find_zone(options: ServeOptions) -> dict[str, str] | None:

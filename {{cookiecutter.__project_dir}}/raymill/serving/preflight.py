@@ -7,11 +7,12 @@ import ray
 from transformers import AutoConfig
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.model_config import context_length, other_parts
 from raymill.ray_support import hub_access, job_secrets
 from raymill.serving.accelerator import check_accelerator
 from raymill.serving.options import ServeOptions
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 STREAMER = ("runai_model_streamer", "runai_model_streamer_s3")
 """Modules that vLLM needs for `load_format = "runai_streamer"`."""

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from raymill.errors import UserError
 from raymill.printable import printable
 from raymill.serving import canary, drain, lifecycle
 from raymill.serving.options import CANARY, RAG_APP, ROOT, ServeOptions, app_name
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 
 LATENCIES = ("first_p50_ms", "first_p95_ms", "total_p50_ms", "total_p95_ms")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training import checkpoint_check, storage
 from raymill.training.checkpoint_check import STATE, State
 from raymill.training.collectives import any_rank, largest, total

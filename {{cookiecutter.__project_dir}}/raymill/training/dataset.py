@@ -13,7 +13,8 @@ from pydantic import BaseModel
 
 from raymill import state_files
 from raymill.data.tokenization import NOT_TRAINED
-from raymill.settings import UserError, inv
+from raymill.errors import UserError
+from raymill.settings import inv
 from raymill.training import storage
 
 AGAIN = f"Run: {inv('submit preprocess -- --overwrite')}"

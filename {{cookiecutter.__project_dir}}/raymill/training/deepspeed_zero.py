@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training.collectives import any_rank, total
 from raymill.training.dataset import Batch
 from raymill.training.options import DeepSpeedOptions

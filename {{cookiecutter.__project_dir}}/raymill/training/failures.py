@@ -4,7 +4,8 @@ import traceback
 
 import torch
 
-from raymill.settings import UserError, inv
+from raymill.errors import UserError
+from raymill.settings import inv
 from raymill.training.options import TrainOptions
 
 ERRORS_OF_CODE = (

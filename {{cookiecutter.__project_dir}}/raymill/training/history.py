@@ -9,7 +9,8 @@ from itertools import dropwhile
 from typing import Any
 
 from raymill import state_files
-from raymill.settings import UserError, inv
+from raymill.errors import UserError
+from raymill.settings import inv
 from raymill.training import storage
 
 FILES = ("run.json", "events.jsonl", "metrics.jsonl")

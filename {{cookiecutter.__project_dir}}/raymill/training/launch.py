@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training import failures
 from raymill.training.options import TrainOptions
 from raymill.training.strategies import MakeStrategy

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training.weight_files import Weight
 
 Layers = dict[str, list[Any]]

@@ -21,9 +21,9 @@ from transformers.utils import (
     logging,
 )
 
+from raymill.errors import UserError
 from raymill.model_config import text_config
 from raymill.ray_support import model_cache
-from raymill.settings import UserError
 from raymill.training import chunked_loss, composite, lora_merge, packed_attention, weight_files
 from raymill.training.options import TrainOptions
 from raymill.training.strategies import Strategy

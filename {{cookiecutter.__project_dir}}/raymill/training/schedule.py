@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 
 class BatchPlan(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training.collectives import is_equal
 from raymill.training.dataset import Batch
 from raymill.training.options import TrainOptions

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.data.tokenizer import load_tokenizer
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training import checkpoints, composite, cuda_allocator, failures, model_io, parameters, weights_check
 from raymill.training.collectives import any_rank, total
 from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens

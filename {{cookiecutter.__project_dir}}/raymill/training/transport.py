@@ -15,8 +15,9 @@ import torch
 from pydantic import ConfigDict
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
-from raymill.settings import UserError, inv
+from raymill.settings import inv
 from raymill.training.collectives import any_rank
 
 EFA = "EFA"

@@ -21,8 +21,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import LoadStateDictInfo
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from raymill.errors import UserError
 from raymill.ray_support import model_cache
-from raymill.settings import UserError
 from raymill.training import composite
 
 LFS_POINTER = b"version https://git-lfs"

@@ -20,8 +20,8 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support import capacity, gang
-from raymill.settings import UserError
 from raymill.training import launch, preflight
 from raymill.training.dataset import read_manifest
 from raymill.training.deepspeed_zero import ZeRO

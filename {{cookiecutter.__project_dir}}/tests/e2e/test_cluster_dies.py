@@ -23,7 +23,8 @@ from project_copy import Project, copy_project, processes, read_until
 from ray.dashboard.modules.version import CURRENT_VERSION
 from ray.job_submission import JobDetails
 
-from raymill import job_client, network, settings, status, submission
+from raymill import job_client, network, status, submission
+from raymill.errors import UserError
 from raymill.job_client import Unreachable
 from raymill.local import crash_reason, head, state
 from raymill.local import target as local_target
@@ -317,9 +318,7 @@ def test_up_fails_if_the_head_dies_during_its_first_job(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(head, "start", start)
     monkeypatch.setattr(local_target.env_file, "create", lambda: None)
-    with pytest.raises(
-        settings.UserError, match="stopped while it was starting: MemoryError: no room for the object store"
-    ):
+    with pytest.raises(UserError, match="stopped while it was starting: MemoryError: no room for the object store"):
         local_target.Local().up(yes=True)
     assert not state.STATE_FILE.exists()
 
@@ -339,7 +338,7 @@ def test_a_start_that_a_busy_machine_slows_down_is_tried_again(
 
     monkeypatch.setattr(head, "start", start)
     monkeypatch.setattr(local_target.env_file, "create", lambda: None)
-    with pytest.raises(settings.UserError, match=error):
+    with pytest.raises(UserError, match=error):
         local_target.Local().up(yes=True)
     assert len(started) == starts
     assert capsys.readouterr().out.count("trying again") == starts - 1

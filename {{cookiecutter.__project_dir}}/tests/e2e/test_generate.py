@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jobs import generate
 from raymill import settings
 from raymill.demo import assets as demo_assets
+from raymill.errors import UserError
 from raymill.generation import crash_tracker, generation, tracked_engine, vllm_stage
 from raymill.generation.options import GenerateOptions
 from raymill.ray_support import ray_data
@@ -291,7 +292,7 @@ def test_a_row_that_crashes_the_engine_twice_stops_the_run_and_can_be_skipped(
     (tmp_path / "rows.jsonl").write_text("\n".join(asked))
     changes = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")}
     options = options.model_copy(update=changes)
-    with pytest.raises(settings.UserError, match=r"crashed twice with the same rows in flight.* --skip-ids") as refused:
+    with pytest.raises(UserError, match=r"crashed twice with the same rows in flight.* --skip-ids") as refused:
         generate.main(options)
     named = str(refused.value).partition("--skip-ids ")[2].split()
     assert "q33" in named
@@ -358,23 +359,23 @@ def test_rows_are_suspects_after_one_crash_and_culprits_after_two() -> None:
 
 
 def test_answers_with_other_settings_are_not_mixed(made: KilledRuns) -> None:
-    with pytest.raises(settings.UserError, match=r"made with a different max_tokens; replace them with --overwrite"):
+    with pytest.raises(UserError, match=r"made with a different max_tokens; replace them with --overwrite"):
         generate.main(made.options.model_copy(update={"max_tokens": TOKENS + 1}))
 
 
 def test_a_folder_with_other_files_is_left_alone(made: KilledRuns) -> None:
-    with pytest.raises(settings.UserError, match="holds other files; pass another --output"):
+    with pytest.raises(UserError, match="holds other files; pass another --output"):
         generate.main(made.options.model_copy(update={"output": made.options.input}))
 
 
 def test_rows_without_ids_are_refused(made: KilledRuns, tmp_path: Path) -> None:
     changes = {"id_column": "number", "output": str(tmp_path / "out")}
-    with pytest.raises(settings.UserError, match=r"no row of .* has an id in the column number.*--id-column"):
+    with pytest.raises(UserError, match=r"no row of .* has an id in the column number.*--id-column"):
         generate.main(made.options.model_copy(update=changes))
 
 
 def test_missing_input_is_refused(options: GenerateOptions, tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match=r"no \.parquet or \.jsonl .* correct input in \[generate\]"):
+    with pytest.raises(UserError, match=r"no \.parquet or \.jsonl .* correct input in \[generate\]"):
         generate.main(options.model_copy(update={"input": str(tmp_path)}))
 
 
@@ -391,9 +392,7 @@ def test_an_engine_that_does_not_start_gives_a_one_sentence_error(
     monkeypatch.setattr(settings, "load", load)
     (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
     asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
-    with pytest.raises(
-        settings.UserError, match=r"an engine died \(.*Error: .*\)\. To see why, serve the model: inv submit"
-    ):
+    with pytest.raises(UserError, match=r"an engine died \(.*Error: .*\)\. To see why, serve the model: inv submit"):
         generate.main(asked)
 
 
@@ -406,5 +405,5 @@ def test_an_engine_that_hangs_gives_a_one_sentence_error(
     monkeypatch.setattr(ray_data, "quiet_context", lambda: context)
     (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
     asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
-    with pytest.raises(settings.UserError, match=r"no row was answered for .* minutes: .* run the same command again"):
+    with pytest.raises(UserError, match=r"no row was answered for .* minutes: .* run the same command again"):
         generate.main(asked)

@@ -14,6 +14,7 @@ from pyarrow.fs import copy_files
 
 from jobs import quantize
 from raymill import settings
+from raymill.errors import UserError
 from raymill.quantization import quantization
 from raymill.quantization.options import QuantizeOptions
 from raymill.ray_support import model_cache
@@ -43,12 +44,12 @@ def _options(assets: Path, folder: Path, **changes: Any) -> QuantizeOptions:
 
 
 def test_a_missing_model_is_an_error(ray_session: None, assets: Path, tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="cannot load the model runs/nothing/model"):
+    with pytest.raises(UserError, match="cannot load the model runs/nothing/model"):
         quantize.main(_options(assets, tmp_path, model="runs/nothing/model"))
 
 
 def test_a_folder_with_other_files_is_left_alone(assets: Path, tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="holds other files; pass another --output"):
+    with pytest.raises(UserError, match="holds other files; pass another --output"):
         quantize.main(_options(assets, tmp_path, output=str(tmp_path)))
     assert (tmp_path / "packed").is_dir()
 
@@ -127,7 +128,7 @@ def test_a_model_in_the_bucket_is_quantized_into_the_bucket(
 @pytest.mark.nightly
 def test_a_model_that_cannot_be_quantized_is_an_error(ray_session: None, assets: Path, tmp_path: Path) -> None:
     narrow = packed_rows.write_model(tmp_path / "narrow", assets, hidden_size=40, intermediate_size=80)
-    with pytest.raises(settings.UserError, match=r"\(the widths .* are no multiples of 32\. Use: --scheme W8A8\)"):
+    with pytest.raises(UserError, match=r"\(the widths .* are no multiples of 32\. Use: --scheme W8A8\)"):
         quantize.main(_options(assets, tmp_path, model=str(narrow), scheme="W4A16"))
     assert not (tmp_path / "quantized").exists()
 

@@ -57,6 +57,7 @@ from raymill import settings
 from raymill.clients import bench, chat
 from raymill.demo import assets as demo_assets
 from raymill.emulator.waiting import slowdown, wait_for
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.rag import deployment, generator
 from raymill.rag.index import ScoredChunk
@@ -1217,17 +1218,17 @@ def test_hub_tokens_are_in_no_runtime_env(model: str, downloads: bool) -> None:
 
 def test_a_missing_key_is_an_error(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
     monkeypatch.setenv("SECRETS_FILE", str(assets / "absent"))
-    with pytest.raises(settings.UserError, match=r"SERVE_API_KEY is not set.* >> \.env"):
+    with pytest.raises(UserError, match=r"SERVE_API_KEY is not set.* >> \.env"):
         preflight.check_api_key()
 
 
 def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match=f"no model in {tmp_path}/absent.*inv submit finetune_ddp"):
+    with pytest.raises(UserError, match=f"no model in {tmp_path}/absent.*inv submit finetune_ddp"):
         preflight.check_model(options(model=str(tmp_path / "absent")))
 
 
 def test_more_tokens_than_the_model_supports_are_an_error(assets: Path) -> None:
-    with pytest.raises(settings.UserError, match=r"max_model_len = 513 .* the 512 tokens"):
+    with pytest.raises(UserError, match=r"max_model_len = 513 .* the 512 tokens"):
         preflight.check_model(options(model=str(assets / "model"), max_model_len=513))
 
 
@@ -1239,13 +1240,13 @@ def test_a_rope_scaling_can_raise_the_number_of_tokens(assets: Path) -> None:
 def test_a_taken_port_is_an_error_and_the_running_model_stays(served: ServeOptions, client: openai.OpenAI) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(settings.UserError, match=rf"port {port} .*in use.* set another port in \[serve\]"):
+        with pytest.raises(UserError, match=rf"port {port} .*in use.* set another port in \[serve\]"):
             http_server.check_address(served.model_copy(update={"port": port}))
     assert ask(client, user("hi"), tokens=1)
 
 
 def test_replicas_that_do_not_fit_are_an_error(served: ServeOptions) -> None:
-    with pytest.raises(settings.UserError, match="1 replicas with 99 CPUs each do not fit on the cluster's 4"):
+    with pytest.raises(UserError, match="1 replicas with 99 CPUs each do not fit on the cluster's 4"):
         preflight.check_cpus(served.model_copy(update={"tensor_parallel_size": 33, "pipeline_parallel_size": 3}))
 
 
@@ -1255,7 +1256,7 @@ def test_min_replicas_above_max_replicas_is_an_error() -> None:
 
 
 def test_an_unknown_accelerator_is_an_error() -> None:
-    with pytest.raises(settings.UserError, match=r"know the accelerator 'A1000'.* cpu, gpu, .*A100"):
+    with pytest.raises(UserError, match=r"know the accelerator 'A1000'.* cpu, gpu, .*A100"):
         preflight.check_model(options(accelerator="A1000"))
 
 
@@ -1264,7 +1265,7 @@ def test_a_missing_streamer_is_an_error(monkeypatch: pytest.MonkeyPatch, profile
     monkeypatch.setenv("PROFILE", profile)
     streaming = options(model="s3://bucket/model", engine={"load_format": "runai_streamer"})
     expected = rf"runai_streamer needs the package .*, which is not installed.* to requirements/{profile}\.in"
-    with pytest.raises(settings.UserError, match=expected):
+    with pytest.raises(UserError, match=expected):
         preflight.check_model(streaming)
 
 
@@ -1487,13 +1488,13 @@ def test_chat_remembers_the_conversation_until_clear(
 
 
 def test_chat_names_the_next_command_if_no_server_answers() -> None:
-    with pytest.raises(settings.UserError, match=r"nothing answers at .* inv submit serve_llm"):
+    with pytest.raises(UserError, match=r"nothing answers at .* inv submit serve_llm"):
         chat.chat("http://127.0.0.1:9/v1", {}, "hi")
 
 
 def test_chat_reports_a_rejected_key(served: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVE_API_KEY", "wrong")
-    with pytest.raises(settings.UserError, match="rejects the SERVE_API_KEY"):
+    with pytest.raises(UserError, match="rejects the SERVE_API_KEY"):
         chat.chat(served.url, {}, "hi")
 
 
@@ -1523,7 +1524,7 @@ def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothin
         try:
             file.write_text(f"{keys}\nSERVE_API_KEYS=broken\n")  # the update fails before the engine's slow start
             failed = r"tiny is not healthy .*: SERVE_API_KEYS is not NAME:KEY.*\. The previous version keeps running"
-            with pytest.raises(settings.UserError, match=failed):
+            with pytest.raises(UserError, match=failed):
                 lifecycle.deploy_model(served.model_copy(update={"max_model_len": 199}))
             assert max_model_len(client) == served.max_model_len
             file.write_text(keys)
@@ -1534,7 +1535,7 @@ def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothin
             models.main(ModelsOptions())
             models.main(ModelsOptions(promote=True))
             assert max_model_len(client) == 200
-            with pytest.raises(settings.UserError, match="there is no canary"):
+            with pytest.raises(UserError, match="there is no canary"):
                 models.main(ModelsOptions(roll_back=True))
         finally:
             done.set()

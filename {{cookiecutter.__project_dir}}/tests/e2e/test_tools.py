@@ -29,6 +29,7 @@ from raymill.clients import lm_eval
 from raymill.data.chat_template import ChatTemplate
 from raymill.data.template_probes import FEATURES
 from raymill.data.template_probes import TOOL as TOOL_PROBE
+from raymill.errors import UserError
 from raymill.ray_support import job_secrets
 from raymill.serving import lifecycle, parsers, preflight, vllm_arguments
 from raymill.serving.options import ServeOptions
@@ -473,13 +474,13 @@ def test_lm_eval_runs_custom_tasks(
     assert evaluate("greets")["greets"]["exact_match,none"] == 1
     assert evaluate("chooses", completions=True)["chooses"]["acc,none"] == 1
     assert "exact_match" in capfd.readouterr().out
-    with pytest.raises(settings.UserError, match=r"probabilities of given answers.* Run it with: --completions"):
+    with pytest.raises(UserError, match=r"probabilities of given answers.* Run it with: --completions"):
         evaluate("chooses")
-    with pytest.raises(settings.UserError, match=r"absent.*log\.txt"):
+    with pytest.raises(UserError, match=r"absent.*log\.txt"):
         evaluate("absent")
     with pretend_api.running(tmp_path) as busy:
         busy.fail_every, busy.failure_status = 1, 429
-        with pytest.raises(settings.UserError, match="rate limit is exceeded"):
+        with pytest.raises(UserError, match="rate limit is exceeded"):
             evaluate("greets", url=busy.url)
     key = os.environ["SERVE_API_KEY"]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -26,6 +26,7 @@ from raymill.common import aws_session, bucket, cluster_file
 from raymill.common.cluster_file import ClusterFile
 from raymill.emulator.api import Api
 from raymill.emulator.moto_instances import ACCOUNT
+from raymill.errors import UserError
 
 FILE = cluster_file.load()
 ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
@@ -195,7 +196,7 @@ def test_a_region_that_is_not_enabled_is_not_blamed_on_credentials(
     sentence = aws_errors.explain(error.value)
     assert f"accepts your credentials in us-east-1, but not in {region}" in sentence
     assert sentence.endswith(f"aws account enable-region --region-name {region}")
-    with pytest.raises(settings.UserError, match="accepts your credentials in us-east-1, but not in"):
+    with pytest.raises(UserError, match="accepts your credentials in us-east-1, but not in"):
         checks._sign_in(ClusterFile(FILE.content | {"provider": {"region": region}}, ""))
 
 

@@ -19,6 +19,7 @@ from botocore.credentials import Credentials
 from raymill import settings
 from raymill.aws.target import Aws
 from raymill.common import bucket, cluster_file
+from raymill.errors import UserError
 from raymill.local.target import Local
 from raymill.node import bake, metadata, unpack
 
@@ -259,10 +260,10 @@ def test_parts_have_about_the_same_size(tmp_path: Path) -> None:
 
 def test_a_failure_on_the_head_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Aws, "shell", lambda _, command: subprocess.call(["false", command]))
-    with pytest.raises(settings.UserError, match="Run again: inv bake --target aws"):
+    with pytest.raises(UserError, match="Run again: inv bake --target aws"):
         Aws().bake()
 
 
 def test_local_has_no_nodes() -> None:
-    with pytest.raises(settings.UserError, match="Run: inv bake --target aws"):
+    with pytest.raises(UserError, match="Run: inv bake --target aws"):
         Local().bake()

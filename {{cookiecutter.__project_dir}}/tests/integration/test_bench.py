@@ -10,9 +10,9 @@ import pytest
 from pretend_api import PretendApi, running
 from rich.console import Console
 
-from raymill import settings
 from raymill.clients import bench
 from raymill.clients.bench import Load
+from raymill.errors import UserError
 
 PIECES, PAUSE_S = 6, 0.05
 
@@ -81,11 +81,11 @@ def test_a_rate_limit_ends_the_measurement_and_the_remedy_is_shown(api: PretendA
 
 def test_a_server_that_fails_every_request_is_an_error(api: PretendApi, tmp_path: Path) -> None:
     api.deleted = {"small"}
-    with pytest.raises(settings.UserError, match=r"answered no request from 1 concurrent clients .*does not exist"):
+    with pytest.raises(UserError, match=r"answered no request from 1 concurrent clients .*does not exist"):
         run(api, tmp_path, (1,), 0.2)
 
 
 def test_an_unreachable_server_is_an_error(api: PretendApi, tmp_path: Path) -> None:
     api.url = "http://127.0.0.1:9/v1"
-    with pytest.raises(settings.UserError, match=r"nothing answers at .* Run: inv submit serve_llm"):
+    with pytest.raises(UserError, match=r"nothing answers at .* Run: inv submit serve_llm"):
         run(api, tmp_path)

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs import models
 from raymill import settings
+from raymill.errors import UserError
 from raymill.serving import canary, haproxy, lifecycle
 from raymill.serving.body_checks import inspect
 from raymill.serving.canary import CANARY, ROOT, Reporter
@@ -139,10 +140,10 @@ def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address
     kill_actor()  # no replica is left that could report its models to the new actor
     shown = ray.get(canary.actor().apps.remote())
     assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
-    with pytest.raises(settings.UserError, match="a model named own is already served"):
+    with pytest.raises(UserError, match="a model named own is already served"):
         lifecycle.resolve_name(additional("own"))
     assert lifecycle.resolve_name(additional("another")).served_name == "another"
-    with pytest.raises(settings.UserError, match=r"the canary of own cannot answer requests for new\. First end it"):
+    with pytest.raises(UserError, match=r"the canary of own cannot answer requests for new\. First end it"):
         lifecycle.resolve_name(main("new"))
     assert lifecycle.resolve_name(main("own")).served_name == "own"
     wait_for(lambda: ask(address, "own") == CANARY)  # a replica of the root app gets the routes when it starts
@@ -151,7 +152,7 @@ def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address
 
 def test_a_stopped_app_disappears_at_once(address: str) -> None:
     wait_for(lambda: ask(address, "sql") == "/models/sql")
-    with pytest.raises(settings.UserError, match=r"a model named sql is already served.* inv models -- --end sql"):
+    with pytest.raises(UserError, match=r"a model named sql is already served.* inv models -- --end sql"):
         lifecycle.resolve_name(main("sql").model_copy(update={"canary_percent": 0}))
     models.main(ModelsOptions(end="sql"))
     assert "/models/sql" not in ray.get(canary.actor().apps.remote())

@@ -30,6 +30,7 @@ from raymill.data.row_formats import read_example
 from raymill.data.template_probes import ANSWER, CALL, FEATURES, NEXT, NEXT_ANSWER, QUESTION, RESULT, THINKING, TOOL
 from raymill.data.template_renderer import TemplateRenderer
 from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
+from raymill.errors import UserError
 from raymill.generation.prompts import PromptTokenizer, RemainingRows
 from raymill.network import free_ports
 
@@ -514,7 +515,7 @@ def test_earlier_reasoning_is_as_served_or_kept(folder: Path) -> None:
     [document] = last.documents(TWO_THOUGHTS)
     assert document.text.count("probe-reasoning") == 2
     assert [document.text[slice(*span)].count("probe-reasoning") for span in document.spans] == [1]
-    with pytest.raises(settings.UserError, match="past_reasoning = keep does not work"):
+    with pytest.raises(UserError, match="past_reasoning = keep does not work"):
         load(folder, FAMILIES["OLMo 3 Think"], past_reasoning="keep")
 
 

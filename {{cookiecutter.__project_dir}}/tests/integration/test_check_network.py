@@ -12,6 +12,7 @@ from ray.train.torch import TorchTrainer
 
 from jobs import check_network, train_classifier
 from raymill import settings
+from raymill.errors import UserError
 from raymill.network import free_ports
 from raymill.ray_support import network_check
 from raymill.ray_support.network_check import Network, NetworkMeasurement
@@ -96,7 +97,7 @@ def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has EFA, but NCCL does not use it."""
 
     def refuse(device: torch.device, world_size: int, local_world_size: int) -> None:
-        raise settings.UserError("NCCL would send gradients over Socket")
+        raise UserError("NCCL would send gradients over Socket")
 
     monkeypatch.setattr(transport, "require_efa", refuse)
 
@@ -115,7 +116,7 @@ def test_the_classifier_does_not_train_over_tcp_by_accident(monkeypatch: pytest.
     monkeypatch.setattr(train_classifier.ray_logging, "driver", lambda: None)
     monkeypatch.setattr(train_classifier.capacity, "refuse_too_many_workers", lambda *_: None)
     monkeypatch.setattr(train_classifier.capacity, "refuse_private_paths", lambda *_: None)
-    with pytest.raises(settings.UserError, match="NCCL would send gradients over Socket"):
+    with pytest.raises(UserError, match="NCCL would send gradients over Socket"):
         train_classifier.main(options)
 
 
@@ -127,5 +128,5 @@ def test_a_run_under_torchrun_does_not_use_tcp_by_accident(monkeypatch: pytest.M
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torchrun, "_prepare", lambda _: pytest.fail("the run started"))
     options = settings.load(DDPOptions, "train", profile="local")
-    with pytest.raises(settings.UserError, match="NCCL would send gradients over Socket"):
+    with pytest.raises(UserError, match="NCCL would send gradients over Socket"):
         torchrun.fit(options, DDP)

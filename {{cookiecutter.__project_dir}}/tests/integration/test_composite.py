@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from jobs import quantize
 from raymill import settings
 from raymill.data.tokenizer import eos_ids
+from raymill.errors import UserError
 from raymill.evaluation import candidates, scoring, stopping
 from raymill.evaluation.candidates import Candidate
 from raymill.model_config import context_length
@@ -137,7 +138,7 @@ def test_facts_about_text_are_found(model: Path, packed: Path, family: str, caps
     """All of these raised errors, because composite configurations have no facts about text themselves."""
     manifest, config = read_manifest(str(packed)), preflight.load_config(str(model))
     assert context_length(config) == SEQUENCE_LENGTH
-    with pytest.raises(settings.UserError, match=f"context of m is {SEQUENCE_LENGTH} tokens"):
+    with pytest.raises(UserError, match=f"context of m is {SEQUENCE_LENGTH} tokens"):
         preflight.check_context("m", config, SEQUENCE_LENGTH + 1)
     candidate = Candidate(str(model), str(model), None)
     candidates.check(candidate, str(packed), manifest)
@@ -164,7 +165,7 @@ def test_a_vision_tower_is_served_only_where_vllm_has_torchvision(
     modules = {"vllm": True, "torchvision": installed or None}
     monkeypatch.setattr(importlib.util, "find_spec", modules.get)
     reason = f"more than the {SEQUENCE_LENGTH} tokens" if installed else "has a vision tower, .* needs torchvision"
-    with pytest.raises(settings.UserError, match=reason):
+    with pytest.raises(UserError, match=reason):
         serving_preflight.check_model(options)
 
 
@@ -173,7 +174,7 @@ def test_a_vision_tower_is_not_quantized(model: Path, packed: Path, tmp_path: Pa
     monkeypatch.setattr(quantize.capacity, "refuse_too_many_workers", lambda *_: None)
     options = settings.load(QuantizeOptions, "quantize", profile="local")
     paths = {"model": str(model), "data": str(packed), "output": str(tmp_path / "quantized")}
-    with pytest.raises(settings.UserError, match=f"quantize would lose or damage the parts of {model} for vision"):
+    with pytest.raises(UserError, match=f"quantize would lose or damage the parts of {model} for vision"):
         quantize.main(options.model_copy(update=paths))
 
 

@@ -20,6 +20,7 @@ from raymill.aws import capacity_blocks
 from raymill.common import cluster_file
 from raymill.data import shards
 from raymill.data.packed_folder import PackedFolder
+from raymill.errors import UserError
 from raymill.evaluation import candidates
 from raymill.generation.answer_folder import AnswerFolder
 from raymill.local import state as local_state
@@ -172,7 +173,7 @@ def test_a_run_resumes_from_the_last_checkpoint_that_is_not_damaged(
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_manifest_gives_one_sentence(packed: Path, damage: str) -> None:
     _damage(packed / "manifest.json", damage)
-    with pytest.raises(settings.UserError, match=r"manifest.json is damaged, .*\. Run: inv submit preprocess"):
+    with pytest.raises(UserError, match=r"manifest.json is damaged, .*\. Run: inv submit preprocess"):
         read_manifest(str(packed))
 
 
@@ -181,7 +182,7 @@ def test_preprocess_replaces_a_damaged_data_set_only_with_overwrite(packed: Path
     output = PackedFolder(str(packed))
     _damage(packed / "manifest.json", damage)
     assert not output.is_complete({})
-    with pytest.raises(settings.UserError, match=r"manifest.json is damaged; pass --overwrite"):
+    with pytest.raises(UserError, match=r"manifest.json is damaged; pass --overwrite"):
         output.begin(overwrite=False)
     output.begin(overwrite=True)
     assert not (packed / "train").exists()
@@ -191,9 +192,7 @@ def test_preprocess_replaces_a_damaged_data_set_only_with_overwrite(packed: Path
 def test_a_damaged_shard_is_named_instead_of_trained(packed: Path, damage: str) -> None:
     shard = packed / "train/part-00001.parquet"
     _damage(shard, damage)
-    with pytest.raises(
-        settings.UserError, match=rf"{shard} is damaged and cannot be read \(.*\)\. Run: inv submit preprocess"
-    ):
+    with pytest.raises(UserError, match=rf"{shard} is damaged and cannot be read \(.*\)\. Run: inv submit preprocess"):
         PackedRows(str(packed), "train").read(0, 21)
 
 
@@ -213,13 +212,13 @@ def test_zeros_anywhere_in_the_values_of_a_shard_are_noticed(packed: Path, model
     for start in range(4, values - 16, values // 40):
         shard.write_bytes(content[:start] + bytes(2) + content[start + 2 :])
         if shard.read_bytes() != content:
-            with pytest.raises(settings.UserError, match="is damaged"):
+            with pytest.raises(UserError, match="is damaged"):
                 PackedRows(str(packed), "train").read(0, summary.rows)
 
 
 def test_a_missing_shard_is_named(packed: Path) -> None:
     (packed / "eval/part-00000.parquet").unlink()
-    with pytest.raises(settings.UserError, match=r"eval/part-00000.parquet is missing\. Run: inv submit preprocess"):
+    with pytest.raises(UserError, match=r"eval/part-00000.parquet is missing\. Run: inv submit preprocess"):
         PackedRows(str(packed), "eval")
 
 
@@ -232,7 +231,7 @@ def test_a_run_with_a_damaged_identity_is_not_resumed(options: DDPOptions, damag
     preflight.claim(options, identity)
     file = Path(options.output, options.name, "run.json")
     _damage(file, damage)
-    with pytest.raises(settings.UserError, match=rf"{file} is damaged, .* delete this file .*--fresh"):
+    with pytest.raises(UserError, match=rf"{file} is damaged, .* delete this file .*--fresh"):
         preflight.claim(options, identity)
     file.unlink()
     preflight.claim(options, identity)
@@ -248,7 +247,7 @@ def test_a_damaged_list_of_checkpoints_gives_one_sentence(options: DDPOptions, d
     file.write_text(json.dumps({"checkpoint_results": []}))
     ray_train._check_list_of_checkpoints(options)
     _damage(file, damage)
-    with pytest.raises(settings.UserError, match=rf"{file} is damaged, .*\. Ray Train finds no checkpoint .*--fresh"):
+    with pytest.raises(UserError, match=rf"{file} is damaged, .*\. Ray Train finds no checkpoint .*--fresh"):
         ray_train._check_list_of_checkpoints(options)
 
 
@@ -257,7 +256,7 @@ def test_a_damaged_list_of_checkpoints_gives_one_sentence(options: DDPOptions, d
 def test_the_report_names_a_damaged_file_of_a_run(tmp_path: Path, name: str, damage: str) -> None:
     _write_run(tmp_path)
     _damage(tmp_path / "run" / name, damage)
-    with pytest.raises(settings.UserError, match=rf"run/{name} is damaged, .*\. Delete that file"):
+    with pytest.raises(UserError, match=rf"run/{name} is damaged, .*\. Delete that file"):
         history.read_all(str(tmp_path), [])
 
 
@@ -269,7 +268,7 @@ def test_the_report_skips_damaged_lines(tmp_path: Path) -> None:
     [run] = history.read_all(str(tmp_path), [])
     assert ([row["step"] for row in run.rows], len(run.attempts)) == ([1], 1)
     _damage(events, "zeros")
-    with pytest.raises(settings.UserError, match="no runs with logged steps"):
+    with pytest.raises(UserError, match="no runs with logged steps"):
         history.read_all(str(tmp_path), [])
 
 
@@ -300,7 +299,7 @@ def test_a_damaged_list_of_trials_gives_one_sentence(tmp_path: Path, damage: str
     trials.save(str(tmp_path), [Trial("trial-01", {"learning_rate": 0.1}, "all steps")])
     assert [trial.ended for trial in trials.load(str(tmp_path), [{"learning_rate": 0.1}])] == ["all steps"]
     _damage(tmp_path / "trials.json", damage)
-    with pytest.raises(settings.UserError, match=r"trials.json is damaged, .*\. Delete this file"):
+    with pytest.raises(UserError, match=r"trials.json is damaged, .*\. Delete this file"):
         trials.load(str(tmp_path), [{"learning_rate": 0.1}])
 
 
@@ -310,7 +309,7 @@ def test_damaged_adapters_are_not_evaluated(tmp_path: Path, damage: str) -> None
     file.write_text('{"base_model_name_or_path": "owner/name"}')
     assert candidates.find(str(tmp_path)).model == "owner/name"
     _damage(file, damage)
-    with pytest.raises(settings.UserError, match=r"adapter_config.json is damaged, .*\. Train them again"):
+    with pytest.raises(UserError, match=r"adapter_config.json is damaged, .*\. Train them again"):
         candidates.find(str(tmp_path))
 
 
@@ -333,7 +332,7 @@ def answers(tmp_path: Path) -> AnswerFolder:
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_recipe_gives_one_sentence(answers: AnswerFolder, damage: str) -> None:
     _damage(Path(answers.uri, "recipe.json"), damage)
-    with pytest.raises(settings.UserError, match=r"recipe.json is damaged, .*\. Pass --overwrite, or another"):
+    with pytest.raises(UserError, match=r"recipe.json is damaged, .*\. Pass --overwrite, or another"):
         answers.begin(RECIPE, overwrite=False)
     assert answers.begin(RECIPE, overwrite=True) == {}
 
@@ -362,7 +361,7 @@ def test_a_damaged_state_of_the_local_cluster_gives_one_sentence(
     local_state.write({"id": "0"})
     assert local_state.read() == {"id": "0"}
     _damage(tmp_path / "local.json", damage)
-    with pytest.raises(settings.UserError, match=r"local.json is damaged, .*\. Run: rm .*local.json"):
+    with pytest.raises(UserError, match=r"local.json is damaged, .*\. Run: rm .*local.json"):
         local_state.read()
 
 
@@ -397,5 +396,5 @@ def test_after_a_damaged_search_nothing_is_bought(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(capacity_blocks, "OFFERINGS", tmp_path / "offerings.json")
     (tmp_path / "offerings.json").write_text('[{"id": "cb-0"}]')
     _damage(tmp_path / "offerings.json", damage)
-    with pytest.raises(settings.UserError, match=r"is not an offering of the last search\. Search again"):
+    with pytest.raises(UserError, match=r"is not an offering of the last search\. Search again"):
         capacity_blocks.buy(cluster_file.load(), "cb-0", yes=True)

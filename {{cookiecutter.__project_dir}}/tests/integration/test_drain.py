@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 
 from raymill import drain as cluster_drain
 from raymill import settings
+from raymill.errors import UserError
 from raymill.rag import app as rag_app
 from raymill.rag.options import RagOptions
 from raymill.ray_support.private import serve as private_serve
@@ -211,9 +212,7 @@ def test_down_stops_what_is_served_first(monkeypatch: pytest.MonkeyPatch, jobs: 
     assert jobs == [["models", "--end-all", "--drain", "7"]]
 
 
-@pytest.mark.parametrize(
-    "error", [settings.UserError("the head is lost"), ConnectionError("refused"), KeyError("serve")]
-)
+@pytest.mark.parametrize("error", [UserError("the head is lost"), ConnectionError("refused"), KeyError("serve")])
 def test_down_goes_on_without_a_cluster_that_answers(
     monkeypatch: pytest.MonkeyPatch, jobs: list[list[str]], capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
@@ -223,7 +222,7 @@ def test_down_goes_on_without_a_cluster_that_answers(
     cluster_drain.before_down(SimpleNamespace(connect=lost), 20)  # type: ignore[arg-type]
     assert jobs == []
     shown = capsys.readouterr().out
-    assert ("what is served is unknown" in shown) == (not isinstance(error, settings.UserError))
+    assert ("what is served is unknown" in shown) == (not isinstance(error, UserError))
     monkeypatch.setattr(cluster_drain.submission, "follow", lost)
     cluster_drain.before_down(target(monkeypatch, "llm"), 20)
     assert capsys.readouterr().out == f"running answers are cut off: {error}\n"

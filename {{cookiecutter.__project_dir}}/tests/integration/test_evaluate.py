@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from jobs import evaluate
 from raymill import settings
 from raymill.data.tokenization import DOCUMENTS, NOT_TRAINED
+from raymill.errors import UserError
 from raymill.evaluation import candidates, evaluation, stopping
 from raymill.evaluation.options import EvaluateOptions
 from raymill.evaluation.scoring import Score, Scorer
@@ -211,9 +212,7 @@ def test_models_are_compared_in_one_table(
 def test_run_and_checkpoint_folders_are_refused(run: Path) -> None:
     (checkpoint,) = run.glob("step-*")
     for folder, kind in ((checkpoint, "a checkpoint"), (run, "a run")):
-        with pytest.raises(
-            settings.UserError, match=f"is the folder of {kind}; evaluate its model instead: {run}/model$"
-        ):
+        with pytest.raises(UserError, match=f"is the folder of {kind}; evaluate its model instead: {run}/model$"):
             candidates.find(f"{folder}/")
 
 
@@ -221,7 +220,7 @@ def test_another_tokenizer_is_refused_with_both_names(
     options: EvaluateOptions, speaker: Path, stranger: Path, tmp_path: Path
 ) -> None:
     other = packed_rows.write_other_tokenizer(stranger, tmp_path / "other")
-    with pytest.raises(settings.UserError, match=rf"tokenizer of {speaker}, .* differs from that of {other}"):
+    with pytest.raises(UserError, match=rf"tokenizer of {speaker}, .* differs from that of {other}"):
         evaluate.main(options.model_copy(update={"models": (str(speaker), str(other))}))
 
 
@@ -230,25 +229,25 @@ def test_adapters_without_all_weights_are_refused(run: Path, packed: Path, tmp_p
     weights = load_file(adapter / "adapter_model.safetensors")
     weights.pop(min(weights))
     save_file(weights, adapter / "adapter_model.safetensors")
-    with pytest.raises(settings.UserError, match="adapter cannot be used: its files lack base_model"):
+    with pytest.raises(UserError, match="adapter cannot be used: its files lack base_model"):
         _score(str(adapter), packed)
 
 
 def test_a_missing_model_is_refused(options: EvaluateOptions) -> None:
-    with pytest.raises(settings.UserError, match="cannot load the model nothing"):
+    with pytest.raises(UserError, match="cannot load the model nothing"):
         evaluate.main(options.model_copy(update={"models": ("nothing",)}))
 
 
 def test_data_with_nothing_held_out_is_refused(options: EvaluateOptions, packed: Path, tmp_path: Path) -> None:
     manifest = json.loads((packed / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"eval": {"files": [], "rows": 0}}))
-    with pytest.raises(settings.UserError, match="larger --eval-share"):
+    with pytest.raises(UserError, match="larger --eval-share"):
         evaluate.main(options.model_copy(update={"data": str(tmp_path)}))
 
 
 def test_a_gpu_out_of_memory_gives_one_sentence(options: EvaluateOptions) -> None:
     full = RayTaskError("task", "traceback", torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(settings.UserError, match=r"no room for 2 rows .* smaller --batch-rows"):
+    with pytest.raises(UserError, match=r"no room for 2 rows .* smaller --batch-rows"):
         raise evaluation.explain(full, options)
     other = RayTaskError("task", "traceback", ZeroDivisionError())
     assert evaluation.explain(other, options) is other

@@ -25,6 +25,7 @@ from raymill import settings
 from raymill.data import row_sources, streaming
 from raymill.data.options import PreprocessOptions
 from raymill.data.tokenization import DocumentTokenizer
+from raymill.errors import UserError
 from raymill.training import launch
 from raymill.training.collectives import total
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
@@ -202,7 +203,7 @@ def test_a_token_of_a_stream_without_an_embedding_is_an_error(
     sources = row_sources.find_all(str(assets / "data/*.jsonl"), ())
     stream_input = streaming.StreamInput(sources, DocumentTokenizer(options.model, 128), embeddings=300)
     monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
-    with pytest.raises(settings.UserError, match=r"^the rows contain the token .* only for ids below 300"):
+    with pytest.raises(UserError, match=r"^the rows contain the token .* only for ids below 300"):
         ray_train.fit(options, DDP)
 
 
@@ -210,7 +211,7 @@ def test_a_token_of_a_stream_without_an_embedding_is_an_error(
 def test_a_user_error_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
     """Ray Train would replace workers that raise an error, so they return its message instead."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
-    with pytest.raises(settings.UserError, match="refused by rank 0"):
+    with pytest.raises(UserError, match="refused by rank 0"):
         ray_train.fit(options, _Refuses)
 
 
@@ -233,7 +234,7 @@ def test_a_gpu_out_of_memory_gives_one_sentence_and_no_retry(
     options = _ddp_options(
         changes | {"name": "full", "max_failures": max_failures, "model": _counted(changes, tmp_path)}
     )
-    with pytest.raises(settings.UserError, match=r"a GPU ran out of memory\. .*--micro-batch-rows.*inv plan "):
+    with pytest.raises(UserError, match=r"a GPU ran out of memory\. .*--micro-batch-rows.*inv plan "):
         launch.fit(options, _FillsOneGpu)
     assert len(list(tmp_path.glob("start-*"))) == 2
     assert not Path(options.output, "full", "failure.txt").exists()
@@ -244,9 +245,7 @@ def test_an_error_in_the_code_is_not_retried(
     changes: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = _ddp_options(changes | {"name": "wrong", "max_failures": 3, "model": _counted(changes, tmp_path)})
-    with pytest.raises(
-        settings.UserError, match=r"a worker failed with ValueError: no such attention\. .* Ray did not retry"
-    ):
+    with pytest.raises(UserError, match=r"a worker failed with ValueError: no such attention\. .* Ray did not retry"):
         launch.fit(options, _FailsInTheModel)
     assert len(list(tmp_path.glob("start-*"))) == 2
     assert 'raise ValueError("no such attention")' in capfd.readouterr().err
@@ -280,17 +279,17 @@ def test_what_the_cluster_cannot_run_is_refused(
         embeddings=10**6,
     )
     monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
-    with pytest.raises(settings.UserError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         finetune_ddp.main(_ddp_options(changes | {"name": "refused-before"} | wrong))
     assert not Path(changes["output"], "refused-before").exists()
 
 
 def test_private_paths_are_refused_on_several_nodes(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 4}, "count": 2}]))
-    with pytest.raises(settings.UserError, match=r"model = .* is on the disk of one node"):
+    with pytest.raises(UserError, match=r"model = .* is on the disk of one node"):
         finetune_ddp.main(_ddp_options(changes))
     shared = _ddp_options(changes | {"shared_paths": (changes["model"], changes["data"])})
-    with pytest.raises(settings.UserError, match=r"output = .* is on the disk of one node"):
+    with pytest.raises(UserError, match=r"output = .* is on the disk of one node"):
         finetune_ddp.main(shared)
 
 
@@ -399,4 +398,4 @@ class _FailsInTheModel(DDP):
 
 class _Refuses(DDP):
     def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
-        raise settings.UserError(f"refused by rank {runtime.rank}")
+        raise UserError(f"refused by rank {runtime.rank}")

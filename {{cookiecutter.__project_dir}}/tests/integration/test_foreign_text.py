@@ -237,7 +237,7 @@ from raymill.ray_support import cli
 def main(_):
     print(sys.argv[1], file=sys.stdout)
     print("\\x1b[32mgreen\\x1b[0m", flush=True)
-    raise settings.UserError(sys.argv[1])
+    raise UserError(sys.argv[1])
 
 cli.run(main)
 """

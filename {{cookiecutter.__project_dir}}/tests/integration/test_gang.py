@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from raymill.errors import UserError
 from raymill.ray_support import capacity, gang
-from raymill.settings import UserError
 
 OFFERS = [
     {"node_type": "a", "labels": {"zone": "1", "market": "spot", "instance_type": "p5.48xlarge"}},

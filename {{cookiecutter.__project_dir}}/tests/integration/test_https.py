@@ -11,6 +11,7 @@ from raymill.aws import key_pair, load_balancer, prepare, stack, vpc
 from raymill.common import cluster_file
 from raymill.common.cluster_file import ClusterFile
 from raymill.emulator import moto_instances, stack_resources
+from raymill.errors import UserError
 
 CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000-0000-000000000000"
 
@@ -83,5 +84,5 @@ def test_certificate_and_clients_go_together(network: dict[str, str]) -> None:
 
 def test_a_load_balancer_needs_two_zones() -> None:
     section = vpc.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
-    with pytest.raises(settings.UserError, match="a load balancer needs two zones"):
+    with pytest.raises(UserError, match="a load balancer needs two zones"):
         load_balancer.stack_parameters(section, vpc.Network(["us-east-1a"] * 3))

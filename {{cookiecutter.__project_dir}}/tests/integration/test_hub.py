@@ -23,7 +23,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 READ = """
 import json, pickle, sys
 from raymill.data import row_sources
-from raymill.settings import UserError
+from raymill.errors import UserError
 try:
     source = pickle.loads(pickle.dumps(row_sources.find(sys.argv[1])))  # as Ray does to send the source to its workers
 except UserError as error:

@@ -107,7 +107,7 @@ def ask(reader, name):
     try:
         READERS[reader](f"acme/{name}")
         message = "read"
-    except settings.UserError as error:
+    except UserError as error:
         message = str(error)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from emulated_aws import ALLOW_ALL, FILE, IMAGE, NOW, WANTED, edited, in_region,
 from moto.cloudformation.models import cloudformation_backends
 from moto.iam.models import iam_backends
 
-from raymill import drain, settings
+from raymill import drain
 from raymill.aws import caller, identity, key_pair, launcher_file, ownership, prepare, secrets_manager, stack
 from raymill.aws.caller import OWNER_TAG, Caller
 from raymill.aws.doctor import owner as doctors_owner
@@ -26,6 +26,7 @@ from raymill.emulator import moto_instances
 from raymill.emulator.api import Api
 from raymill.emulator.consistency import Consistency
 from raymill.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
+from raymill.errors import UserError
 from raymill.target import WantedBlock
 
 server, aws, assign = emulated_aws.server, emulated_aws.aws, emulated_aws.assign
@@ -97,7 +98,7 @@ def refusal(verb: str = "down") -> str:
     """Return the error with which a verb refuses. The doctor reports it as a finding."""
     if verb == "doctor":
         return next(one.text for one in Aws().doctor() if one.status == "error")
-    with pytest.raises(settings.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         call(verb)
     return str(caught.value)
 
@@ -211,12 +212,12 @@ def test_only_a_prepare_that_creates_something_binds_the_checkout(
     aws: Api, monkeypatch: pytest.MonkeyPatch, use: Callable[[ClusterFile], None]
 ) -> None:
     use(in_region("eu-west-1"))
-    with pytest.raises(settings.UserError, match="AWS has no parameter /aws/service/"):
+    with pytest.raises(UserError, match="AWS has no parameter /aws/service/"):
         Aws().prepare()
     assert identity.read() is None
     use(FILE)
     with monkeypatch.context() as patch:
-        patch.setattr(stack, "deploy", raising(settings.UserError("no room")))
+        patch.setattr(stack, "deploy", raising(UserError("no room")))
         assert refusal("prepare") == "no room"
     use(elsewhere())
     assert "Undo this change" in refusal("prepare")  # the key pair is still in the first region
@@ -290,13 +291,13 @@ def test_a_damaged_record_is_never_ignored(aws: Api) -> None:
 )
 def test_a_name_that_is_changed_in_one_place_is_an_error(old: str, new: str, error: str) -> None:
     """By these names, `down` finds what it ends."""
-    with pytest.raises(settings.UserError, match=error):
+    with pytest.raises(UserError, match=error):
         identity.check(edited({old: new}))
 
 
 def test_stack_yaml_has_the_name_of_the_cluster(aws: Api, use: Callable[[ClusterFile], None]) -> None:
     use(edited({FILE.slug: "renamed"}))
-    with pytest.raises(settings.UserError, match=rf"cluster/stack\.yaml has the tag ray-project: {FILE.slug}, but"):
+    with pytest.raises(UserError, match=rf"cluster/stack\.yaml has the tag ray-project: {FILE.slug}, but"):
         Aws().prepare()
     assert not identity.RECORD.exists()
 
@@ -341,7 +342,7 @@ def test_two_colleagues_with_the_same_name_do_not_end_each_others_cluster(
     asked = answer("n")
     assert [refusal(verb) for verb in ("down", "prepare", "up")] == ["you did not agree, so nothing was done"] * 3
     assert asked == [f"{whose}end it? [y/N] ", *[f"{whose}is it yours, too? [y/N] "] * 2]
-    with pytest.raises(settings.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         Aws().prepare(owner=LAPTOP)
     assert "is not on this machine. Copy it from its owner's machine (the cluster" in str(caught.value)
     assert "inv down" not in str(caught.value)
@@ -377,12 +378,10 @@ def test_a_second_laptop_of_the_owner_is_not_asked(aws: Api, tmp_path: Path, mon
     Aws().prepare()  # with the key, which is copied
     new_checkout()
     monkeypatch.setenv("HOME", str(tmp_path / "laptop"))
-    with pytest.raises(
-        settings.UserError, match=r"Copy it from the machine that ran `inv up`, or end the cluster: inv"
-    ):
+    with pytest.raises(UserError, match=r"Copy it from the machine that ran `inv up`, or end the cluster: inv"):
         key_pair.ensure(FILE, LAPTOP)
     key_pair._make_key(FILE.key_file)
-    with pytest.raises(settings.UserError, match=r"Replace it with the key from the machine that ran `inv up`, or end"):
+    with pytest.raises(UserError, match=r"Replace it with the key from the machine that ran `inv up`, or end"):
         key_pair.ensure(FILE, LAPTOP)
 
 

@@ -21,6 +21,7 @@ from raymill.aws import secrets_manager
 from raymill.aws.target import Aws
 from raymill.common import cluster_file
 from raymill.env_file import EnvFile, locked
+from raymill.errors import UserError
 from raymill.serving import keys as server_keys
 from raymill.serving.keys import ApiKeys
 from raymill.target import KeyStore
@@ -92,7 +93,7 @@ def test_two_projects_with_the_same_env_keep_all_keys(
     with locked():
         monkeypatch.setattr(settings, "PROJECT", tmp_path / "other")
         monkeypatch.setattr(env_file, "LOCK_TIMEOUT_S", 0.1)
-        with pytest.raises(settings.UserError, match=r"another process has been changing .*env for 0 s. End that"):
+        with pytest.raises(UserError, match=r"another process has been changing .*env for 0 s. End that"):
             add("alice")
     assert name_of(add("alice")) == "alice"
 
@@ -149,18 +150,18 @@ def test_a_list_shows_names_and_days_but_no_key(file: Path) -> None:
 def test_a_wrong_new_key_gets_one_sentence_and_changes_nothing(
     file: Path, name: str, days: int, models: str, sentence: str
 ) -> None:
-    with pytest.raises(settings.UserError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         add(name, days, models)
     assert file.read_text() == ENV
 
 
 def test_a_wrong_name_to_revoke_gets_one_sentence(file: Path) -> None:
-    with pytest.raises(settings.UserError, match=r"there is no key of 'carol' \(found: bob\). Run: inv keys"):
+    with pytest.raises(UserError, match=r"there is no key of 'carol' \(found: bob\). Run: inv keys"):
         keys.revoke([EnvFile()], "carol")
-    with pytest.raises(settings.UserError, match="the key of owner is SERVE_API_KEY"):
+    with pytest.raises(UserError, match="the key of owner is SERVE_API_KEY"):
         keys.revoke([EnvFile()], "owner")
     file.unlink()
-    with pytest.raises(settings.UserError, match=r"there is no \.env, which stores the keys. Run: inv up"):
+    with pytest.raises(UserError, match=r"there is no \.env, which stores the keys. Run: inv up"):
         keys.revoke([EnvFile()], "bob")
 
 
@@ -203,7 +204,7 @@ def test_on_aws_a_key_is_valid_at_once_and_for_the_next_cluster(secret: str, fil
     assert name_of(key) is None
     assert name_of("the-owner") == "owner"
     assert [row[0] for row in shown(EnvFile())[2:]] == ["bob"]
-    with pytest.raises(settings.UserError, match=r"there is no key of 'bob' \(found: none\)"):
+    with pytest.raises(UserError, match=r"there is no key of 'bob' \(found: none\)"):
         keys.revoke(stores, "bob")
 
 
@@ -263,7 +264,7 @@ def test_one_of_two_keys_of_the_same_name_is_refused(secret: str, file: Path, mo
     def add_alice(store: KeyStore) -> str:
         try:
             return keys.add([store], "alice", 0, "")
-        except settings.UserError as error:
+        except UserError as error:
             return str(error)
 
     with ThreadPoolExecutor(2) as threads:
@@ -277,7 +278,7 @@ def test_a_list_that_others_keep_changing_is_given_up(secret: str, file: Path, m
     keys.add([store], "alice", 0, "")
     monkeypatch.setattr(secrets_manager, "UPDATE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(store, "_try_to_update", lambda change: False)
-    with pytest.raises(settings.UserError, match=r"AWS has refused to change the secret .*SERVE_API_KEYS for 0 s"):
+    with pytest.raises(UserError, match=r"AWS has refused to change the secret .*SERVE_API_KEYS for 0 s"):
         keys.add([store], "bob", 0, "")
 
 
@@ -294,6 +295,6 @@ def test_an_old_env_brings_no_revoked_key_back_to_aws(
 
 
 def test_without_a_cluster_on_aws_there_are_no_keys_to_change(s3: str, file: Path) -> None:
-    with pytest.raises(settings.UserError, match=r"aws is not up, so it has no keys. Run: inv up --target aws"):
+    with pytest.raises(UserError, match=r"aws is not up, so it has no keys. Run: inv up --target aws"):
         keys.add(Aws().key_stores(), "alice", 0, "")
     assert file.read_text() == ENV

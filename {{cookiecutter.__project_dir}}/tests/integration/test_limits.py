@@ -22,6 +22,7 @@ from raymill import settings
 from raymill.aws import limits as aws_limits
 from raymill.common import cluster_file, limits, prices
 from raymill.common.limits import LimitsSection
+from raymill.errors import UserError
 from raymill.node import activity
 
 FILE = cluster_file.load()
@@ -145,7 +146,7 @@ def test_the_limits_change_while_the_watchdog_runs(
 
 def test_a_higher_limit_needs_consent_and_a_lower_one_does_not(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
-    with pytest.raises(settings.UserError, match="Run: inv limits --target aws --hours 30 --yes"):
+    with pytest.raises(UserError, match="Run: inv limits --target aws --hours 30 --yes"):
         aws_limits.change(FILE, {"hours": "30"}, yes=False)
     assert limits.load() == LIMITS
     aws_limits.change(FILE, {"hours": "12", "idle_hours": "0"}, yes=False)
@@ -156,7 +157,7 @@ def test_up_gives_a_running_cluster_the_limits_in_settings(head: Head, monkeypat
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     aws_limits.follow_settings(FILE, yes=False)  # nothing has changed, so it asks nothing
     set_limits(LIMITS.model_copy(update={"dollars": 900}))
-    with pytest.raises(settings.UserError, match="Run: inv up --target aws --yes"):
+    with pytest.raises(UserError, match="Run: inv up --target aws --yes"):
         aws_limits.follow_settings(FILE, yes=False)
     aws_limits.follow_settings(FILE, yes=True)
     assert head.state()["limits"] == {"hours": 24, "dollars": 900, "idle_hours": 3}
@@ -179,7 +180,7 @@ def test_a_limit_that_makes_no_sense_changes_nothing(
 ) -> None:
     monkeypatch.setattr(aws_limits.ssh, "find_head", lambda file: None)
     monkeypatch.setattr(aws_limits, "_read", lambda head: USED)
-    with pytest.raises(settings.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         aws_limits.change(FILE, options, yes=True)
     assert str(raised.value).startswith(error)
 

@@ -6,8 +6,8 @@ import pytest
 from pretend_api import running
 from rich.console import Console
 
-from raymill import settings
 from raymill.clients import lm_eval
+from raymill.errors import UserError
 
 UV = """#!/bin/sh
 echo 'API request failed! Status code: 429, Response text: {"error": {"message": "busy"}}. Retrying...' >&2
@@ -22,7 +22,7 @@ def test_a_rate_limit_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     uv.write_text(UV)
     uv.chmod(0o700)
     monkeypatch.setenv("UV", str(uv))
-    with running(tmp_path) as api, pytest.raises(settings.UserError) as caught:
+    with running(tmp_path) as api, pytest.raises(UserError) as caught:
         lm_eval.run(api.url, {}, lm_eval.Request("greets"), Console(), tmp_path / "results")
     assert "the key's rate limit is exceeded. Raise it, then try again: inv submit serve_llm" in str(caught.value)
     [log] = (tmp_path / "results").rglob("log.txt")
@@ -31,11 +31,11 @@ def test_a_rate_limit_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_that_is_not_served_is_an_error(tmp_path: Path) -> None:
-    with running(tmp_path) as api, pytest.raises(settings.UserError, match=r"absent\. Served models: small, large"):
+    with running(tmp_path) as api, pytest.raises(UserError, match=r"absent\. Served models: small, large"):
         lm_eval.run(api.url, {}, lm_eval.Request("greets", model="absent"), Console(), tmp_path / "results")
 
 
 def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROJECT_DIR", str(tmp_path))
-    with running(tmp_path) as api, pytest.raises(settings.UserError, match="so there is no tokenizer for small"):
+    with running(tmp_path) as api, pytest.raises(UserError, match="so there is no tokenizer for small"):
         lm_eval.run(api.url, {}, lm_eval.Request("greets", completions=True), Console(), tmp_path / "results")

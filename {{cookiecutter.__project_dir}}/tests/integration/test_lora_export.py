@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from raymill import settings
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training import weight_files
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training import lora_merge
 
 PROMPT = torch.arange(40)[None]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raymill import settings
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training import model_io
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP

@@ -22,12 +22,12 @@ from botocore.exceptions import ClientError, ReadTimeoutError
 from raymill import job_scripts, output_lease, settings
 from raymill.data.options import PreprocessOptions
 from raymill.demo import assets as demo_assets
+from raymill.errors import UserError
 from raymill.generation.options import GenerateOptions
 from raymill.output_lease import Holder, Lease, NoLease, S3Store
 from raymill.quantization.options import QuantizeOptions
 from raymill.rag.options import EmbedOptions
 from raymill.ray_support import capacity, cli, job_lease, ray_logging
-from raymill.settings import UserError
 from raymill.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
 from raymill.training.runtimes import torchrun
 from raymill.tuning.options import TuneOptions

@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support import gang
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import placement
@@ -91,5 +92,5 @@ def test_without_zones_nothing_is_reserved(reserved: Reserved, monkeypatch: pyte
 
 
 def test_a_replica_that_the_cluster_cannot_hold_is_an_error(reserved: Reserved) -> None:
-    with pytest.raises(settings.UserError, match="a replica needs 40 GPUs, which is more than the 32 that this"):
+    with pytest.raises(UserError, match="a replica needs 40 GPUs, which is more than the 32 that this"):
         find_zone(5)

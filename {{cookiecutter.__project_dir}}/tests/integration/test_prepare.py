@@ -48,6 +48,7 @@ from raymill.emulator.api import Api
 from raymill.emulator.consistency import Consistency
 from raymill.emulator.moto_instances import ACCOUNT, IMAGE
 from raymill.emulator.schedules import Schedules
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES, highest_price
 from raymill.node import spending as node_spending
 from raymill.node import state as node_state
@@ -138,7 +139,7 @@ def test_a_cluster_keeps_the_image_of_its_head(aws: Api) -> None:
 
 
 def test_a_region_without_the_image_is_an_error(aws: Api) -> None:
-    with pytest.raises(settings.UserError, match="AWS has no parameter /aws/service/"):
+    with pytest.raises(UserError, match="AWS has no parameter /aws/service/"):
         prepare.prepare(in_region("eu-west-1"))
 
 
@@ -194,9 +195,7 @@ def test_the_head_starts_in_a_zone_that_offers_its_type(
 def test_a_stack_is_not_made_where_the_head_cannot_start(aws: Api, remove: Callable[[str, str], None]) -> None:
     prepare.prepare(FILE)
     remove(FILE.head.instance_type, "a")  # as in a stack of an earlier version, or after a change of InstanceType
-    with pytest.raises(
-        settings.UserError, match=r"m6i.2xlarge \(head\) would start in us-east-1a, but only .* inv down"
-    ):
+    with pytest.raises(UserError, match=r"m6i.2xlarge \(head\) would start in us-east-1a, but only .* inv down"):
         prepare.prepare(FILE)
     prepare.delete(FILE)
     prepare.prepare(FILE)
@@ -204,7 +203,7 @@ def test_a_stack_is_not_made_where_the_head_cannot_start(aws: Api, remove: Calla
     teardown.end_instances(FILE)
     prepare.delete(FILE)
     remove(FILE.head.instance_type, "bcdef")
-    with pytest.raises(settings.UserError, match=r"would start in us-east-1a, but no zone of us-east-1 offers it"):
+    with pytest.raises(UserError, match=r"would start in us-east-1a, but no zone of us-east-1 offers it"):
         prepare.prepare(FILE)
     assert stack.find(FILE) is None
 
@@ -228,9 +227,7 @@ def test_your_first_subnet_may_be_in_a_zone_without_the_heads_type(
     teardown.end_instances(FILE)
     prepare.delete(FILE)
     assign("cluster.network", f'head_subnet = "{subnets["a"]}"')
-    with pytest.raises(
-        settings.UserError, match=r"\(head\) would start in us-east-1a, .* name a subnet in such a zone"
-    ):
+    with pytest.raises(UserError, match=r"\(head\) would start in us-east-1a, .* name a subnet in such a zone"):
         prepare.prepare(FILE)
 
 
@@ -274,15 +271,15 @@ def test_the_users_bucket_is_used_and_not_changed(aws: Api, assign: Callable[[st
 
 def test_a_bucket_that_the_cluster_cannot_use_is_an_error(aws: Api, assign: Callable[[str, str], None]) -> None:
     assign("cluster.storage", 'bucket = "s3://our-work/llm"')
-    with pytest.raises(settings.UserError, match="Write it without s3://"):
+    with pytest.raises(UserError, match="Write it without s3://"):
         prepare.prepare(FILE)
     assign("cluster.storage", 'bucket = "nobodys-work"')
-    with pytest.raises(settings.UserError, match=r"does not exist\. Run: aws s3 mb s3://nobodys-work --"):
+    with pytest.raises(UserError, match=r"does not exist\. Run: aws s3 mb s3://nobodys-work --"):
         prepare.prepare(FILE)
     far = boto3.client("s3", region_name="eu-west-1")
     far.create_bucket(Bucket="far-work", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
     assign("cluster.storage", 'bucket = "far-work"')
-    with pytest.raises(settings.UserError, match="is in eu-west-1, but the cluster is in us-east-1"):
+    with pytest.raises(UserError, match="is in eu-west-1, but the cluster is in us-east-1"):
         prepare.prepare(FILE)
     assert stack.find(FILE) is None, "nothing is created"
 
@@ -372,11 +369,11 @@ def test_nothing_is_bought_without_consent(aws: Api, monkeypatch: pytest.MonkeyP
     offering = FILE.client("ec2").describe_capacity_block_offerings(
         InstanceType=GPU_TYPE, InstanceCount=2, CapacityDurationHours=24
     )["CapacityBlockOfferings"][0]["CapacityBlockOfferingId"]
-    with pytest.raises(settings.UserError, match="not an offering of the last search"):
+    with pytest.raises(UserError, match="not an offering of the last search"):
         capacity_blocks.buy(FILE, offering, yes=True)
     saved = re.findall(r"cb-\w+", capacity_blocks.OFFERINGS.read_text())[0]
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
-    with pytest.raises(settings.UserError, match=rf"inv capacity --target aws --buy {saved} --yes"):
+    with pytest.raises(UserError, match=rf"inv capacity --target aws --buy {saved} --yes"):
         capacity_blocks.buy(FILE, saved, yes=False)
     assert FILE.client("ec2").describe_capacity_reservations()["CapacityReservations"] == []
 
@@ -390,7 +387,7 @@ def test_nothing_is_bought_without_consent(aws: Api, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_search_that_finds_nothing_says_why(aws: Api, wanted: dict[str, Any], error: str) -> None:
-    with pytest.raises(settings.UserError, match=re.escape(error)):
+    with pytest.raises(UserError, match=re.escape(error)):
         capacity_blocks.show(FILE, dataclasses.replace(WANTED, **wanted), Console())
 
 
@@ -642,9 +639,7 @@ def test_reserved_instances_start_in_your_own_subnet(aws: Api, assign: Callable[
     subnets = {one["AvailabilityZone"]: one["SubnetId"] for one in FILE.client("ec2").describe_subnets()["Subnets"]}
     here, elsewhere = subnets[ZONE], subnets[f"{FILE.region}a"]
     assign("cluster.network", f'subnets = ["{elsewhere}"]')
-    with pytest.raises(
-        settings.UserError, match=rf"{elsewhere} is in {ZONE}, the zone of the Capacity Block cr-1. Add"
-    ):
+    with pytest.raises(UserError, match=rf"{elsewhere} is in {ZONE}, the zone of the Capacity Block cr-1. Add"):
         findings()
     assign("cluster.network", f'subnets = ["{elsewhere}", "{here}"]')
     prepare.prepare(launcher_file.load())
@@ -668,16 +663,14 @@ def test_up_starts_nothing_before_or_after_the_block(
     aws: Api, assign: Callable[[str, str], None], start_s: float, end_s: float, error: str
 ) -> None:
     block(aws, assign, start_s, end_s)
-    with pytest.raises(settings.UserError, match=error):
+    with pytest.raises(UserError, match=error):
         Aws().up(yes=True)
     assert not any(call.action in ("RunInstances", "CreateStack") for call in aws.calls)
 
 
 def test_up_refuses_an_unknown_reservation(aws: Api, assign: Callable[[str, str], None]) -> None:
     assign("cluster.capacity", 'reservation = "cr-2"')
-    with pytest.raises(
-        settings.UserError, match=f"there is no capacity reservation cr-2 in {FILE.region}. Set another"
-    ):
+    with pytest.raises(UserError, match=f"there is no capacity reservation cr-2 in {FILE.region}. Set another"):
         Aws().up(yes=True)
     assert launcher_file.load() == FILE
 
@@ -814,7 +807,7 @@ def test_an_instance_that_takes_long_to_end_costs_nothing_and_down_waits_for_it(
     assert Spending(FILE, {}).add([ending], HOUR) == 0
     with monkeypatch.context() as patch:
         patch.setattr(teardown, "TERMINATE_TIMEOUT_S", 1)
-        with pytest.raises(settings.UserError, match=f"not terminated after .* s: {head}"):
+        with pytest.raises(UserError, match=f"not terminated after .* s: {head}"):
             teardown.end_instances(FILE)
     threading.Timer(3, moto.terminate).start()
     teardown.end_instances(FILE)
@@ -910,7 +903,7 @@ def test_the_guard_waits_until_its_role_is_known(aws: Api, monkeypatch: pytest.M
 
 
 def test_a_stack_without_a_guard_is_an_error(aws: Api) -> None:
-    with pytest.raises(settings.UserError, match=r"has no guard yet\. Run: inv prepare --target aws"):
+    with pytest.raises(UserError, match=r"has no guard yet\. Run: inv prepare --target aws"):
         guard.move(FILE, NOW, hours=24)
 
 
@@ -921,7 +914,7 @@ def test_a_stack_stays_in_its_vpc(aws: Api, assign: Callable[[str, str], None]) 
     prepare.prepare(FILE)
     default, *_ = (one["SubnetId"] for one in FILE.client("ec2").describe_subnets()["Subnets"])
     assign("cluster.network", f'subnets = ["{default}"]')
-    with pytest.raises(settings.UserError, match=r"is in a VPC of its own, and subnets .* To move it, run: inv down"):
+    with pytest.raises(UserError, match=r"is in a VPC of its own, and subnets .* To move it, run: inv down"):
         prepare.prepare(FILE)
 
 
@@ -932,7 +925,7 @@ def test_the_network_of_running_workers_stays(aws: Api, assign: Callable[[str, s
     tags = [{"Key": "ray-user-node-type", "Value": launcher_file.RESERVED}]
     FILE.client("ec2").create_tags(Resources=[worker["InstanceId"]], Tags=tags)
     assign("cluster.network", "efa = false")
-    with pytest.raises(settings.UserError, match=rf"efa in settings.toml cannot change .* \({worker['InstanceId']}\)"):
+    with pytest.raises(UserError, match=rf"efa in settings.toml cannot change .* \({worker['InstanceId']}\)"):
         prepare.prepare(launcher_file.load())
 
 
@@ -944,7 +937,5 @@ def test_a_change_set_that_nobody_executed_is_said(aws: Api) -> None:
         ChangeSetType="CREATE",
         TemplateBody=json.dumps({"Resources": {"Network": network}}),
     )
-    with pytest.raises(
-        settings.UserError, match=r"holds the name of the stack .* run: aws cloudformation delete-stack"
-    ):
+    with pytest.raises(UserError, match=r"holds the name of the stack .* run: aws cloudformation delete-stack"):
         prepare.prepare(FILE)

@@ -27,6 +27,7 @@ from raymill.data.options import PreprocessOptions
 from raymill.data.packed_folder import PackedFolder
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.data.tokenizer import load_tokenizer
+from raymill.errors import UserError
 from raymill.ray_support.capacity import refuse_private_paths
 from raymill.ray_support.private.data import ShuffleDiskError
 from raymill.ray_support.progress import time_left
@@ -272,13 +273,13 @@ def test_each_row_is_used_as_often_as_the_weight_says(assets: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("part", ["data/pairs.jsonl", "=2", "data/pairs.jsonl=0", "data/pairs.jsonl=much"])
 def test_an_invalid_weight_is_refused(assets: Path, tmp_path: Path, part: str) -> None:
-    with pytest.raises(settings.UserError, match=r"mix has .*; write INPUT=WEIGHT"):
+    with pytest.raises(UserError, match=r"mix has .*; write INPUT=WEIGHT"):
         preprocess.main(options(assets, tmp_path, mix=(part,)))
 
 
 def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session: None) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [GOOD] * 9 + [SILENT])
-    with pytest.raises(settings.UserError, match=r"1 of 10 rows are bad \(no assistant turn: 1\)"):
+    with pytest.raises(UserError, match=r"1 of 10 rows are bad \(no assistant turn: 1\)"):
         preprocess.main(options(assets, tmp_path, input=str(file)))
     assert not (tmp_path / "packed" / "manifest.json").exists()
     assert (tmp_path / "packed" / "rejected").is_dir()
@@ -287,7 +288,7 @@ def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session
 def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_session: None) -> None:
     write_rows(tmp_path / "raw" / "a.jsonl", [GOOD] * 200)
     (tmp_path / "raw" / "b.parquet").write_bytes(b"PAR1 and nothing more PAR1")
-    with pytest.raises(settings.UserError, match=r"b\.parquet is not a valid parquet file \(.*\)\. Replace"):
+    with pytest.raises(UserError, match=r"b\.parquet is not a valid parquet file \(.*\)\. Replace"):
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / "raw")))
 
 
@@ -310,21 +311,21 @@ def test_input_without_rows_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises(settings.UserError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / name)))
     assert not (tmp_path / "packed").exists()
 
 
 def test_an_empty_parquet_file_is_refused(assets: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"instruction": pa.array([], pa.string())}), tmp_path / "empty.parquet")
-    with pytest.raises(settings.UserError, match="holds no rows"):
+    with pytest.raises(UserError, match="holds no rows"):
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / "empty.parquet")))
 
 
 def test_a_local_path_is_refused_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 1}, "count": 2}]))
     refuse_private_paths({"input": "s3://bucket/data", "output": "/efs/packed"}, ("/efs",), "preprocess")
-    with pytest.raises(settings.UserError, match="output = /efs2/packed is on the disk of one node"):
+    with pytest.raises(UserError, match="output = /efs2/packed is on the disk of one node"):
         refuse_private_paths({"output": "/efs2/packed"}, ("/efs",), "preprocess")
     monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 1}, "count": 1}]))
     refuse_private_paths({"output": "/efs2/packed"}, (), "preprocess")
@@ -353,9 +354,7 @@ def test_a_complete_data_set_is_not_written_again(
 def test_another_data_set_is_replaced_only_with_overwrite(assets: Path, tmp_path: Path, ray_session: None) -> None:
     preprocess.main(options(assets, tmp_path))
     before = shard_bytes(tmp_path)
-    with pytest.raises(
-        settings.UserError, match="made from other input or with other settings; replace it with --over"
-    ):
+    with pytest.raises(UserError, match="made from other input or with other settings; replace it with --over"):
         preprocess.main(options(assets, tmp_path, seed=1))
     assert shard_bytes(tmp_path) == before
     preprocess.main(options(assets, tmp_path, seed=1, overwrite=True))
@@ -367,7 +366,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     photo = tmp_path / "train" / "photo.jpg"
     photo.parent.mkdir()
     photo.touch()
-    with pytest.raises(settings.UserError, match="holds other files"):
+    with pytest.raises(UserError, match="holds other files"):
         PackedFolder(str(tmp_path)).begin(overwrite=True)
     assert photo.exists()
 
@@ -386,7 +385,7 @@ def test_the_files_of_an_interrupted_run_are_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which only Linux has")
 def test_a_full_disk_gives_a_one_sentence_error() -> None:
-    with pytest.raises(settings.UserError, match="no space is left for /dev; free some space"):
+    with pytest.raises(UserError, match="no space is left for /dev; free some space"):
         PackedFolder("/dev").save("full", b"content")
 
 
@@ -395,12 +394,12 @@ def test_a_full_disk_gives_a_one_sentence_error() -> None:
     [
         (OSError(errno.ENOSPC, "No space left on device"), r"no space is left in .* on a node: the shuffle"),
         (ShuffleDiskError("exhausted"), r"no space is left in .* on a node: the shuffle"),
-        (settings.UserError("x.parquet is broken.\nRay's own advice"), r"^x\.parquet is broken\.$"),
+        (UserError("x.parquet is broken.\nRay's own advice"), r"^x\.parquet is broken\.$"),
     ],
 )
 def test_a_failed_task_gives_a_one_sentence_error(cause: Exception, sentence: str) -> None:
     explained = preprocessing.explain(RayTaskError("task", "traceback", cause))
-    assert isinstance(explained, settings.UserError)
+    assert isinstance(explained, UserError)
     assert re.search(sentence, str(explained))
 
 
@@ -411,7 +410,7 @@ def test_a_bug_in_a_task_keeps_its_traceback() -> None:
 
 def test_an_output_that_cannot_be_written_gives_a_one_sentence_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(settings.UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         PackedFolder(str(tmp_path / "file" / "packed")).begin(overwrite=False)
 
 
@@ -426,9 +425,9 @@ def test_a_bucket_works_like_a_folder(made: Path, many: Path, assets: Path, tmp_
     pyarrow.fs.copy_files(f"{bucket}/packed", str(tmp_path / "packed"), source_filesystem=filesystem)
     assert shard_bytes(tmp_path) == shard_bytes(made)
     assert manifest(tmp_path)["content_hash"] == manifest(made)["content_hash"]
-    with pytest.raises(settings.UserError, match=r"s3://bucket/packed holds a data set that was made from other input"):
+    with pytest.raises(UserError, match=r"s3://bucket/packed holds a data set that was made from other input"):
         preprocess.main(options(assets, tmp_path, shard_mib=0.15, seed=1, **in_bucket))
-    with pytest.raises(settings.UserError, match=r"no .parquet or .jsonl file at s3://bucket/nothing"):
+    with pytest.raises(UserError, match=r"no .parquet or .jsonl file at s3://bucket/nothing"):
         preprocess.main(options(assets, tmp_path, input=f"{s3}/nothing"))
 
 

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from raymill import prometheus, settings
+from raymill.errors import UserError
 from raymill.target import Connection
 
 BOARDS = sorted(path.stem for path in (settings.PROJECT / "raymill" / "dashboards").iterdir())
@@ -39,7 +40,7 @@ def test_ray_exports_the_gpu_metrics_of_the_boards(board: str) -> None:
 
 def test_without_prometheus_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(settings.UserError, match=r"not installed: prometheus\. Run: sudo apt-get"):
+    with pytest.raises(UserError, match=r"not installed: prometheus\. Run: sudo apt-get"):
         prometheus.run(CONNECTION)
 
 
@@ -47,7 +48,7 @@ def test_a_second_prometheus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/false")
     with socket.create_server(("127.0.0.1", 0)) as other:
         monkeypatch.setattr(prometheus, "PORT", other.getsockname()[1])
-        with pytest.raises(settings.UserError, match="is in use"):
+        with pytest.raises(UserError, match="is in use"):
             prometheus.run(CONNECTION)
 
 
@@ -64,5 +65,5 @@ def handlers() -> Iterator[None]:
 def test_a_prometheus_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/false")
     monkeypatch.setattr(settings, "PROJECT", tmp_path)
-    with pytest.raises(settings.UserError, match="Prometheus ended with exit code 1"):
+    with pytest.raises(UserError, match="Prometheus ended with exit code 1"):
         prometheus.run(CONNECTION)

@@ -23,7 +23,7 @@ TOKEN = "hf_of_the_test"
 PUBLISH = """
 import sys
 from raymill import publish
-from raymill.settings import UserError
+from raymill.errors import UserError
 try:
     print(publish.publish("run", *sys.argv[1:], public=False))
 except UserError as error:

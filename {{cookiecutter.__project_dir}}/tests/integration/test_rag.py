@@ -34,6 +34,7 @@ from jobs import embed, evaluate_rag, models, serve_rag
 from jobs.embed import EmbedOptions
 from raymill import settings
 from raymill.demo import assets as demo_assets
+from raymill.errors import UserError
 from raymill.rag import deployment, documents, embedding, index, pipeline, problems, ranking
 from raymill.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
 from raymill.rag.cross_encoder import CrossEncoder
@@ -46,7 +47,6 @@ from raymill.ray_support import job_secrets
 from raymill.serving import canary, http_server
 from raymill.serving.options import RAG_APP, ModelsOptions, ServeOptions
 from raymill.serving.page import HTML, POLICY
-from raymill.settings import UserError
 
 SOURCES = 5
 NUM_QUESTIONS = 30

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pretend_api import running
 
+from raymill.errors import UserError
 from raymill.rag import evaluation
 from raymill.rag.evaluation import Question
-from raymill.settings import UserError
 
 SOURCES = [{"document": "a.md"}, {"document": "b.pdf#page=2"}]
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from raymill import settings
 from raymill.aws.target import Aws
 from raymill.common import bucket, cluster_file, prices
+from raymill.errors import UserError
 from raymill.training import data_report, history, preflight, report, storage, trainer
 from raymill.training.metric_logger import MetricLogger
 from raymill.training.options import DDPOptions
@@ -247,12 +248,12 @@ def run_on(device: str) -> history.History:
 
 
 def test_a_missing_run_is_refused_with_the_names_of_other_runs(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="inv submit finetune_ddp"):
+    with pytest.raises(UserError, match="inv submit finetune_ddp"):
         history.read_all(str(tmp_path / "runs"), [])
     train(str(tmp_path), "one")
     train(str(tmp_path), "other")
     storage.write_text(f"{tmp_path}/claimed/run.json", "{}")
-    with pytest.raises(settings.UserError, match="no run 'third' with logged steps; it has: one, other"):
+    with pytest.raises(UserError, match="no run 'third' with logged steps; it has: one, other"):
         history.read_all(str(tmp_path), ["one", "third"])
 
 

@@ -13,6 +13,7 @@ from raymill import settings
 from raymill.aws import authorized_keys, ssh, ssh_config, vpc
 from raymill.aws.ssh import SshHead
 from raymill.common import cluster_file, instances
+from raymill.errors import UserError
 
 
 def shown_config(head: SshHead) -> dict[str, str]:
@@ -44,7 +45,7 @@ def test_without_the_clusters_key_ssh_uses_the_persons_own_keys(
     refused = subprocess.CompletedProcess([], 255, "", "ubuntu@198.51.100.7: Permission denied (publickey).\n")
     with monkeypatch.context() as network:
         network.setattr(subprocess, "run", lambda *_, **__: refused)
-        with pytest.raises(settings.UserError, match="Ask whoever started the cluster to add your public key"):
+        with pytest.raises(UserError, match="Ask whoever started the cluster to add your public key"):
             head.run("true")
 
 

@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 
-from raymill import settings, status, submission
+from raymill import status, submission
+from raymill.errors import UserError
 from raymill.target import CloudStatus, Connection, NotOnCluster
 
 CONNECTION = Connection(dashboard="http://127.0.0.1:8265", headers={}, job_variables={})
@@ -80,7 +81,7 @@ def test_a_dead_node_and_an_unhealthy_application_are_reported() -> None:
     sick = APPLICATION | {"status": "DEPLOY_FAILED", "message": "The engine\ndid not start"}
     serve = {"http_options": {}, "applications": {"llm": sick}}
     assert status.problems(snapshot(serve=serve)) == ["application llm is deploy_failed: did not start"]
-    with pytest.raises(settings.UserError, match="inv submit serve_llm"):
+    with pytest.raises(UserError, match="inv submit serve_llm"):
         status.address(snapshot(serve=serve), CONNECTION)
 
 
@@ -115,7 +116,7 @@ def test_the_default_job_is_the_latest_one_of_this_user(monkeypatch: pytest.Monk
 
 
 def test_an_unreachable_dashboard_gives_a_one_sentence_error() -> None:
-    with pytest.raises(settings.UserError, match=r"no valid response from Ray \(the connection failed\)"):
+    with pytest.raises(UserError, match=r"no valid response from Ray \(the connection failed\)"):
         status.snapshot(replace(CONNECTION, dashboard="http://127.0.0.1:9"))
 
 

@@ -45,6 +45,7 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 from raymill import settings
 from raymill.data.tokenization import NOT_TRAINED
+from raymill.errors import UserError
 from raymill.training import checkpoints, deepspeed_zero, model_io, preflight, schedule, storage, weight_files
 from raymill.training.dataset import COLUMNS, Batch, PackedRows, read_manifest
 from raymill.training.options import DDPOptions, DeepSpeedOptions
@@ -128,7 +129,7 @@ def test_a_global_batch_is_split_evenly(rows: int, micro: int, workers: int) -> 
 
 
 def test_an_uneven_batch_is_refused_with_the_nearest_valid_values() -> None:
-    with pytest.raises(settings.UserError) as refused:
+    with pytest.raises(UserError) as refused:
         schedule.check_batches(20, 2, 3, 3)
     assert "--global-batch-rows 18 or 24" in str(refused.value)
     assert "--num-workers 2 or 5" in str(refused.value)
@@ -140,7 +141,7 @@ def test_with_a_range_of_workers_each_runs_the_same_number_of_passes() -> None:
     schedule.check_batches(16, 4, 1, 4)
     assert [schedule.spread(16, 4, workers).accumulation for workers in (1, 2, 3, 4)] == [4, 2, 2, 1]
     for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # a worker, or part of a micro-batch, would have no rows
-        with pytest.raises(settings.UserError, match=f"--global-batch-rows {micro * most}"):
+        with pytest.raises(UserError, match=f"--global-batch-rows {micro * most}"):
             schedule.check_batches(rows, micro, 1, most)
 
 
@@ -250,7 +251,7 @@ def test_data_without_evaluation_rows_is_no_error(packed: Path, tmp_path: Path) 
 def test_missing_rows_are_refused(packed: Path, tmp_path: Path) -> None:
     shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
     shutil.copy(tmp_path / "train/part-00001.parquet", tmp_path / "train/part-00000.parquet")
-    with pytest.raises(settings.UserError, match="Run: inv submit preprocess"):
+    with pytest.raises(UserError, match="Run: inv submit preprocess"):
         PackedRows(str(tmp_path), "train")
 
 
@@ -526,7 +527,7 @@ def test_a_model_that_cannot_be_exported_is_refused_before_the_first_step(
         raise ValueError("one\ntwo")
 
     monkeypatch.setattr(part, "save_pretrained", fail)
-    with pytest.raises(settings.UserError, match=r"could not be exported \(ValueError: one two\)"):
+    with pytest.raises(UserError, match=r"could not be exported \(ValueError: one two\)"):
         finetune()
     assert not Path(options.output, options.name, "metrics.jsonl").read_text()
 
@@ -537,9 +538,9 @@ def test_a_failed_export_leaves_a_run_that_exports_without_training(
     folder = Path(options.output, options.name)
     with monkeypatch.context() as patch:
         patch.setattr(weight_files, "save_file", lambda *_, **__: Path("/nowhere/file").write_text(""))
-        with pytest.raises(settings.UserError, match=r"export failed \(FileNotFoundError.*the same command again to"):
+        with pytest.raises(UserError, match=r"export failed \(FileNotFoundError.*the same command again to"):
             finetune()
-        with pytest.raises(settings.UserError, match="the same command again without --fresh to export"):
+        with pytest.raises(UserError, match="the same command again without --fresh to export"):
             finetune(fresh=True)
     assert not (folder / "model").exists()
     assert not list(folder.glob(".model*"))
@@ -644,7 +645,7 @@ def test_a_quantized_checkpoint_is_not_read_as_plain_numbers(finetune: Finetune,
     int8 = BitsAndBytesConfig(load_in_8bit=True)
     AutoModelForCausalLM.from_pretrained(wide, quantization_config=int8).save_pretrained(quantized)
     for changes in ({}, LORA, LORA | {"quantize_base": True}):
-        with pytest.raises(settings.UserError, match=r"the weights of .*quantized are quantized, .*--quantize-base"):
+        with pytest.raises(UserError, match=r"the weights of .*quantized are quantized, .*--quantize-base"):
             finetune(model=str(quantized), **changes)
 
 
@@ -678,7 +679,7 @@ def test_dropout_on_the_experts_of_a_mixture_is_refused(
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
     vocabulary = preflight.load_config(str(model)).vocab_size
     MixtralForCausalLM(MixtralConfig(vocab_size=vocabulary, **shape)).save_pretrained(tmp_path / "mixture")
-    with pytest.raises(settings.UserError, match=r"mixture cannot have dropout .* Add --lora-dropout 0"):
+    with pytest.raises(UserError, match=r"mixture cannot have dropout .* Add --lora-dropout 0"):
         finetune(model=str(tmp_path / "mixture"), **LORA)
 
 
@@ -697,7 +698,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(
         return model
 
     monkeypatch.setattr(model_io, "load_model", load_with_overflow)
-    with pytest.raises(settings.UserError, match="--fresh and a lower --learning-rate") as refused:
+    with pytest.raises(UserError, match="--fresh and a lower --learning-rate") as refused:
         finetune(micro_batch_rows=1, checkpoint_every=1, log_every=1)
     assert f"step {min(steps)} diverged" in str(refused.value)
     assert "the loss is nan" in str(refused.value)
@@ -715,7 +716,7 @@ def test_weights_that_are_not_finite_are_named(finetune: Finetune, model: Path, 
     broken.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
     broken.save_pretrained(tmp_path / "broken")
     expected = r"step 1 diverged \(the loss is nan\), because model\.layers\.1\.mlp\.up_proj\.weight of .*/broken has"
-    with pytest.raises(settings.UserError, match=expected):
+    with pytest.raises(UserError, match=expected):
         finetune(model=str(tmp_path / "broken"))
 
 
@@ -725,13 +726,13 @@ def test_missing_weights_are_refused_before_training(options: DDPOptions, model:
     weights = load_file(broken / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(settings.UserError, match=r"its files lack model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"its files lack model\.norm\.weight"):
         preflight.check_packed(options.model_copy(update={"model": str(broken)}))
 
 
 def test_a_loss_that_explodes_stops_the_run(finetune: Finetune) -> None:
     with pytest.raises(
-        settings.UserError,
+        UserError,
         match=r"diverged on rows part-.*: the loss is .*, more than twice the loss of random guessing",
     ):
         finetune(learning_rate=30.0, max_grad_norm=1e3, warmup_steps=0)
@@ -740,7 +741,7 @@ def test_a_loss_that_explodes_stops_the_run(finetune: Finetune) -> None:
 def test_a_full_disk_is_refused_before_writing(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**30, 2**30, 2**10))
-    with pytest.raises(settings.UserError, match=r"no room for a checkpoint .* has 0 MiB left"):
+    with pytest.raises(UserError, match=r"no room for a checkpoint .* has 0 MiB left"):
         finetune()
 
 
@@ -775,7 +776,7 @@ def test_a_large_checkpoint_is_announced_with_the_seconds_of_slow_storage(
 
 
 def test_missing_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="inv submit preprocess"):
+    with pytest.raises(UserError, match="inv submit preprocess"):
         read_manifest(str(tmp_path))
 
 
@@ -784,7 +785,7 @@ def test_rows_of_another_tokenizer_are_refused_with_both_names(
 ) -> None:
     other = packed_rows.write_other_tokenizer(model, tmp_path / "other")
     preflight.check_data(options, read_manifest(str(packed)))
-    with pytest.raises(settings.UserError, match=rf"{model}.*{other}"):
+    with pytest.raises(UserError, match=rf"{model}.*{other}"):
         preflight.check_data(options.model_copy(update={"model": str(other)}), read_manifest(str(packed)))
 
 
@@ -796,26 +797,26 @@ def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path, packed: Path
     manifest.largest_id = size - 1
     preflight.check_model("m", config, manifest)
     manifest.largest_id = size
-    with pytest.raises(settings.UserError, match=f"token id {size}, but m has embeddings only for ids below {size}"):
+    with pytest.raises(UserError, match=f"token id {size}, but m has embeddings only for ids below {size}"):
         preflight.check_model("m", config, manifest)
     manifest.largest_id = None  # written by an earlier version
-    with pytest.raises(settings.UserError, match=f"{size + 1} tokens, .* inv submit preprocess -- --overwrite"):
+    with pytest.raises(UserError, match=f"{size + 1} tokens, .* inv submit preprocess -- --overwrite"):
         preflight.check_model("m", config, manifest)
     manifest.tokenizer.vocabulary = size
     preflight.check_model("m", config, manifest)
-    with pytest.raises(settings.UserError, match="context of m is 128 tokens"):
+    with pytest.raises(UserError, match="context of m is 128 tokens"):
         preflight.check_context("m", config, 129)
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="cannot load the model"):
+    with pytest.raises(UserError, match="cannot load the model"):
         preflight.load_config(str(tmp_path / "nothing"))
 
 
 def test_a_generation_config_that_transformers_cannot_load_is_refused(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "odd")
     (tmp_path / "odd/generation_config.json").write_text('{"max_new_tokens": 0}')
-    with pytest.raises(settings.UserError, match=r"cannot load the model .*odd \(`max_new_tokens` must be greater"):
+    with pytest.raises(UserError, match=r"cannot load the model .*odd \(`max_new_tokens` must be greater"):
         preflight.load_config(str(tmp_path / "odd"))
 
 
@@ -827,7 +828,7 @@ def test_liger_refuses_an_architecture_that_it_does_not_know(
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", types.ModuleType("liger_kernel.transformers"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", known)
-    with pytest.raises(settings.UserError, match=r"Liger has no kernels for llama\. Set liger = false in \[train\]"):
+    with pytest.raises(UserError, match=r"Liger has no kernels for llama\. Set liger = false in \[train\]"):
         model_io.load_model(options.model_copy(update={"liger": True}))
 
 
@@ -848,9 +849,7 @@ def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: P
         preflight.identify(options, config, "other rows"),
         preflight.identify(options.model_copy(update={"learning_rate": 0.5}), config, "rows"),
     ):
-        with pytest.raises(
-            settings.UserError, match=r"was started with (model|weights .*|data|learning_rate) = .*--fresh"
-        ):
+        with pytest.raises(UserError, match=r"was started with (model|weights .*|data|learning_rate) = .*--fresh"):
             preflight.claim(options, other)
     (tmp_path / options.name / "step-00000001").mkdir()
     preflight.claim(options.model_copy(update={"fresh": True}), other)

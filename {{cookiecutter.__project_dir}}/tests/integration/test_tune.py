@@ -13,6 +13,7 @@ from ray.tune.schedulers import TrialScheduler
 
 from jobs import tune
 from raymill import settings
+from raymill.errors import UserError
 from raymill.training.options import DDPOptions
 from raymill.training.schedule import check_batches
 from raymill.tuning import search, trials
@@ -74,7 +75,7 @@ def test_good_settings_are_found_and_a_later_start_adds_trials(
     file.write_text(_settings_with(snippet))
     assert settings.load(DDPOptions, "train", file=file).learning_rate == learned.trial.settings["learning_rate"]
 
-    with pytest.raises(settings.UserError, match="was started with learning_rate = "):
+    with pytest.raises(UserError, match="was started with learning_rate = "):
         tune.main(_options(changes | {"learning_rates": RATES | {"high": 1e-2}}))
 
 
@@ -152,7 +153,7 @@ def test_a_wrong_search_space_is_refused(wrong: dict[str, Any], sentence: str, c
 def test_a_search_whose_trials_cannot_run_is_refused(
     wrong: dict[str, Any], sentence: str, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(settings.UserError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         tune.main(_options(changes | {"name": "refused"} | wrong))
     assert not Path(changes["output"], "refused").exists()
 

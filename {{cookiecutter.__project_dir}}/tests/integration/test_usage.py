@@ -17,6 +17,7 @@ from rich.console import Console
 from raymill import settings, usage
 from raymill.aws.target import Aws
 from raymill.common import bucket, cluster_file
+from raymill.errors import UserError
 from raymill.local import state
 from raymill.local.target import Local
 from raymill.node import log_shipping
@@ -145,7 +146,7 @@ def test_no_request_gives_a_plain_sentence() -> None:
     ],
 )
 def test_a_period_that_cannot_be_read_gets_one_sentence(days: int, since: str, sentence: str) -> None:
-    with pytest.raises(settings.UserError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         usage.start(days, since)
     assert usage.start(0, "2026-01-31").astimezone().day == 31
 

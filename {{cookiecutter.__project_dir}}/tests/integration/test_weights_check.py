@@ -28,8 +28,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from raymill.errors import UserError
 from raymill.rag import cross_encoder
-from raymill.settings import UserError
 from raymill.training import weights_check
 
 Weights = dict[str, torch.Tensor]

@@ -6,6 +6,7 @@ import pytest
 
 from raymill import settings
 from raymill.aws import budget
+from raymill.errors import UserError
 
 
 def parameters(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> dict[str, str]:
@@ -27,5 +28,5 @@ def test_a_budget_has_an_amount_and_an_address(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_budget_without_an_address_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match=r"a budget warns by e-mail\. Set email, or set dollars_per_month = 0"):
+    with pytest.raises(UserError, match=r"a budget warns by e-mail\. Set email, or set dollars_per_month = 0"):
         parameters(monkeypatch, tmp_path, "[cluster.budget]\ndollars_per_month = 2000")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from raymill import settings
 from raymill.common import cluster_file
+from raymill.errors import UserError
 
 
 def changed(folder: Path, old: str, new: str) -> Path:
@@ -32,9 +32,9 @@ def test_the_digest_changes_only_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="not valid YAML"):
+    with pytest.raises(UserError, match="not valid YAML"):
         cluster_file.load(changed(tmp_path, "cluster_name:", "cluster_name: ["))
-    with pytest.raises(settings.UserError, match="lacks 'auth'"):
+    with pytest.raises(UserError, match="lacks 'auth'"):
         cluster_file.load(changed(tmp_path, "auth:", "oath:"))
-    with pytest.raises(settings.UserError, match="is missing"):
+    with pytest.raises(UserError, match="is missing"):
         cluster_file.load(tmp_path / "none.yaml")

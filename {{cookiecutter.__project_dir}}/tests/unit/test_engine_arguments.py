@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.serving import engine_arguments
 from raymill.serving.options import ServeOptions
 
@@ -83,7 +84,7 @@ def test_adapters_on_a_cpu_allow_no_other_worker_extension(tmp_path: Path) -> No
     file.write_text(
         text.replace("max_loras = 4", added) + '\n[serve.engine]\nworker_extension_cls = "mine.Extension"\n'
     )
-    with pytest.raises(settings.UserError, match=r"remove engine\.worker_extension_cls or adapters"):
+    with pytest.raises(UserError, match=r"remove engine\.worker_extension_cls or adapters"):
         settings.load(ServeOptions, "serve", profile="local", file=file)
     settings.load(ServeOptions, "serve", profile="cluster", file=file)
 
@@ -93,5 +94,5 @@ def test_a_misspelled_parser_is_refused(name: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     text = (settings.PROJECT / "settings.toml").read_text()
     file.write_text(text.replace(f'{name} = "auto"', f'{name} = "mistrall"'))
-    with pytest.raises(settings.UserError, match=rf"vLLM has no {name} mistrall; did you mean mistral\?"):
+    with pytest.raises(UserError, match=rf"vLLM has no {name} mistrall; did you mean mistral\?"):
         settings.load(ServeOptions, "serve", profile="local", file=file)

@@ -12,11 +12,11 @@ from pyarrow.fs import LocalFileSystem
 from pypdf import PdfWriter
 
 from raymill.data.files import InputFile, InputFiles
+from raymill.errors import UserError
 from raymill.rag import decoding, documents, extraction
 from raymill.rag.documents import Document, Problem
 from raymill.rag.extraction import Part
 from raymill.rag.reader import Reader
-from raymill.settings import UserError
 
 
 def encrypted(user: str, owner: str, algorithm: str) -> bytes:

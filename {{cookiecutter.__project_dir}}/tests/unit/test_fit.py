@@ -9,6 +9,7 @@ from rich.console import Console
 
 from raymill import fit, settings
 from raymill.common import cluster_file, gpu_types
+from raymill.errors import UserError
 from raymill.fit import GIB, Gpu, Measured
 from raymill.instance_types import INSTANCE_TYPES
 
@@ -84,8 +85,8 @@ def test_a_damaged_record_counts_as_no_result() -> None:
 
 
 def test_only_fine_tuning_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(settings.UserError, match=r"fit cannot measure preprocess\. Run: inv fit finetune_ddp \| "):
+    with pytest.raises(UserError, match=r"fit cannot measure preprocess\. Run: inv fit finetune_ddp \| "):
         fit.fit("preprocess", [], Console())
     monkeypatch.setattr(fit.sys, "platform", "darwin")
-    with pytest.raises(settings.UserError, match="fit needs Linux on x86-64"):
+    with pytest.raises(UserError, match="fit needs Linux on x86-64"):
         fit.fit("finetune_ddp", [], Console())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raymill import settings
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES, InstanceType
 from raymill.node import gpu_check, metadata, nvme
 
@@ -46,7 +46,7 @@ def install_cuda(machine: Path, gpus: int, init: str = "return 0;") -> None:
 
 def problem(instance_type: InstanceType = P4D) -> str:
     """Return what the check says about the machine."""
-    with pytest.raises(settings.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         gpu_check.check(instance_type)
     before, _, found = str(caught.value).partition(": ")
     assert before == f"this {instance_type.name} is not fit for work"

@@ -7,10 +7,10 @@ from typing import Any
 import botocore.exceptions
 import pytest
 
-from raymill import settings
 from raymill.aws import capacity, launcher_file, quotas, vpc
 from raymill.common import cluster_file, gpu_types, prices
 from raymill.common.cluster_file import ClusterFile
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.ray_support import gpu_section
 
@@ -84,7 +84,7 @@ def test_serving_has_its_own_nodes_which_training_never_uses(use: Use) -> None:
 def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(ValueError, match=r"p9\.48xlarge is not in raymill/instance_types\.py\. Use one of: p4d"):
         gpu_section.GpuSection(instance_types=("p9.48xlarge",))
-    with pytest.raises(settings.UserError, match=r"p9\.48xlarge, an InstanceType in cluster/cluster\.yaml, is not in"):
+    with pytest.raises(UserError, match=r"p9\.48xlarge, an InstanceType in cluster/cluster\.yaml, is not in"):
         gpu_types.find("p9.48xlarge")
 
 

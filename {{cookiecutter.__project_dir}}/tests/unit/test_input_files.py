@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raymill.data import row_sources
+from raymill.errors import UserError
 from raymill.rag import documents
-from raymill.settings import UserError
 
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 

@@ -15,7 +15,6 @@ from families import train_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from raymill import settings
 from raymill.data.chat_template import CHATML, CHATML_TOKENS, ChatTemplate
 from raymill.data.document_encoder import _count_until
 from raymill.data.examples import BadRow, Conversation, to_json
@@ -23,6 +22,7 @@ from raymill.data.packing import pack
 from raymill.data.row_formats import read_example
 from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
 from raymill.data.tokenizer import load_tokenizer, read_template, tokenizer_hash
+from raymill.errors import UserError
 
 UNMARKED = re.sub(r"\{%-? (end)?generation %\}", "", read_template(CHATML) or "")
 SYSTEM = {"role": "system", "content": "Answer briefly."}
@@ -231,9 +231,7 @@ def test_a_row_that_the_template_refuses_is_a_bad_row(chatml_folder: str) -> Non
 @pytest.mark.parametrize("overlong", ["drop", "error"])
 def test_overlong_conversations_are_dropped_or_raise_an_error(model_folder: str, overlong: Any) -> None:
     tokenize = DocumentTokenizer(model_folder, 8, overlong=overlong)
-    expected = (
-        (BadRow, "longer than sequence_length") if overlong == "drop" else (settings.UserError, "--overlong trunc")
-    )
+    expected = (BadRow, "longer than sequence_length") if overlong == "drop" else (UserError, "--overlong trunc")
     with pytest.raises(expected[0], match=expected[1]):
         encode(tokenize, QUESTION, ANSWER)
 
@@ -267,9 +265,7 @@ def test_a_span_that_ends_in_a_decomposed_character_ends_at_its_token() -> None:
 
 
 def test_a_template_that_never_ends_a_turn_is_refused(chatml_folder: str) -> None:
-    with pytest.raises(
-        settings.UserError, match=r"would never stop: .*; set chat_template in \[preprocess\] to raymill/"
-    ):
+    with pytest.raises(UserError, match=r"would never stop: .*; set chat_template in \[preprocess\] to raymill/"):
         DocumentTokenizer(chatml_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
@@ -288,7 +284,7 @@ def test_a_template_that_never_ends_a_turn_is_refused(chatml_folder: str) -> Non
     ],
 )
 def test_a_broken_template_is_refused(model_folder: str, template: str, reason: str) -> None:
-    with pytest.raises(settings.UserError, match=rf"cannot be used \({reason}\); correct chat_template"):
+    with pytest.raises(UserError, match=rf"cannot be used \({reason}\); correct chat_template"):
         DocumentTokenizer(model_folder, 128, template)
 
 
@@ -348,7 +344,7 @@ def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(settings.UserError, match="has no chat template; set chat_template"):
+    with pytest.raises(UserError, match="has no chat template; set chat_template"):
         encode(DocumentTokenizer(str(tmp_path), 128), QUESTION, ANSWER)
 
 
@@ -364,12 +360,12 @@ def test_mistrals_own_tokenizer_file_is_not_used(model_folder: str, tmp_path: Pa
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
 
 
 def test_chatml_is_refused_if_the_tokenizer_lacks_its_tokens(model_folder: str) -> None:
-    with pytest.raises(settings.UserError, match="would never stop"):
+    with pytest.raises(UserError, match="would never stop"):
         DocumentTokenizer(model_folder, 128, read_template(CHATML))
 
 
@@ -384,12 +380,10 @@ def test_another_models_template_must_exist(model_folder: str, tmp_path: Path) -
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(settings.UserError, match="has no chat template; correct chat_template"):
+    with pytest.raises(UserError, match="has no chat template; correct chat_template"):
         read_template(str(tmp_path))
     # the error keeps the reason, because a gated model, a missing network and a typo need different remedies
-    with pytest.raises(
-        settings.UserError, match=r"the tokenizer of acme/nothing cannot be loaded \(.+\); set chat_template to"
-    ):
+    with pytest.raises(UserError, match=r"the tokenizer of acme/nothing cannot be loaded \(.+\); set chat_template to"):
         read_template("acme/nothing")
 
 
@@ -411,7 +405,7 @@ def test_arguments_nested_too_deeply_are_rejected(chatml_folder: str) -> None:
 
 
 def test_a_missing_template_is_refused() -> None:
-    with pytest.raises(settings.UserError, match=r"missing\.jinja cannot be read"):
+    with pytest.raises(UserError, match=r"missing\.jinja cannot be read"):
         read_template("missing.jinja")
 
 

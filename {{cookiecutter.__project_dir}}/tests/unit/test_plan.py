@@ -35,6 +35,7 @@ from transformers import (
 
 from raymill import settings, settings_file
 from raymill.common import cluster_file
+from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.planner import estimate, memory, plan, report, serving
 from raymill.planner.estimate import ModelPlan
@@ -94,7 +95,7 @@ def test_known_models_have_their_published_sizes(llama: Shape) -> None:
 
 
 def test_a_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(settings.UserError, match="t5 is not a causal language model"):
+    with pytest.raises(UserError, match="t5 is not a causal language model"):
         shape_of(T5Config())
 
 
@@ -611,7 +612,7 @@ def test_a_written_plan_names_the_changed_sections(
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="cannot load the model"):
+    with pytest.raises(UserError, match="cannot load the model"):
         plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()), prices({}))
 
 

@@ -16,7 +16,7 @@ from raymill.data import row_sources
 from raymill.data.examples import BadRow, Completion, Conversation, decode, from_json, to_json
 from raymill.data.messages import ROLES
 from raymill.data.row_formats import COLUMNS, format_of, read_example
-from raymill.settings import UserError
+from raymill.errors import UserError
 
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}

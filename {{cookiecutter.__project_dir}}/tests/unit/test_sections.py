@@ -13,6 +13,7 @@ import pytest
 from invoke import Collection, Context, Exit
 
 from raymill import job_scripts, sections, settings, targets
+from raymill.errors import UserError
 from raymill.ray_support import cli
 from raymill.serving.options import ModelsOptions
 from raymill.training.options import DDPOptions
@@ -26,7 +27,7 @@ TEXT = settings.FILE.read_text()
 
 def error(folder: Path, text: str) -> str:
     (folder / "settings.toml").write_text(text)
-    with pytest.raises(settings.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         sections.check(folder / "settings.toml")
     return str(raised.value)
 

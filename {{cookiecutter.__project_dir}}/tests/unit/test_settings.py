@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support import cli
 from raymill.training.options import DeepSpeedOptions
 
@@ -39,14 +40,14 @@ def test_the_profile_overrides_shared_values(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_names_line_and_key(tmp_path: Path, text: str, sentence: str) -> None:
-    with pytest.raises(settings.UserError, match="^" + re.escape(sentence)):
+    with pytest.raises(UserError, match="^" + re.escape(sentence)):
         settings.load(Example, "machine", profile="local", file=write(tmp_path, text))
 
 
 def test_a_missing_file_and_an_unknown_profile_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match=r"git checkout settings\.toml"):
+    with pytest.raises(UserError, match=r"git checkout settings\.toml"):
         settings.load(Example, "machine", file=tmp_path / "settings.toml")
-    with pytest.raises(settings.UserError, match="unknown profile 'laptop'"):
+    with pytest.raises(UserError, match="unknown profile 'laptop'"):
         settings.load(Example, "machine", profile="laptop")
 
 
@@ -55,7 +56,7 @@ def test_a_file_of_a_windows_editor_is_read_or_named(tmp_path: Path) -> None:
     file.write_bytes(b"\xef\xbb\xbf[machine]\r\nregion = 1\r\n")  # with a byte order mark
     assert settings.parse(file) == {"machine": {"region": 1}}
     file.write_bytes("# café".encode("latin-1"))
-    with pytest.raises(settings.UserError, match=r"settings\.toml is not UTF-8: .* Save it as UTF-8"):
+    with pytest.raises(UserError, match=r"settings\.toml is not UTF-8: .* Save it as UTF-8"):
         settings.parse(file)
 
 

@@ -12,10 +12,10 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError, ConnectTimeoutError
 
-from raymill import settings
 from raymill.common import cluster_file, prices
 from raymill.common.instances import Instance
 from raymill.common.limits import LimitsSection
+from raymill.errors import UserError
 from raymill.instance_types import highest_price
 from raymill.node import spending, state, watchdog_head
 from raymill.node.spending import Spending
@@ -26,7 +26,7 @@ HOUR = 3600.0
 DENIED = ClientError({"Error": {"Code": "AccessDenied", "Message": "with an explicit deny"}}, "GetProducts")
 THROTTLED = ClientError({"Error": {"Code": "ThrottlingException", "Message": "Rate exceeded"}}, "GetProducts")
 NO_ANSWER = ConnectTimeoutError(endpoint_url="https://api.pricing.us-east-1.amazonaws.com")
-NO_PRICE = settings.UserError("AWS has no price for p5.48xlarge")
+NO_PRICE = UserError("AWS has no price for p5.48xlarge")
 
 
 class Market:
@@ -44,7 +44,7 @@ class Market:
         if self.error:
             raise self.error
         if name not in self.on_demand:
-            raise settings.UserError(f"AWS has no price for {name}")
+            raise UserError(f"AWS has no price for {name}")
         return self.on_demand[name]
 
     def spot_prices(self, file: object, names: Collection[str]) -> dict[str, dict[str, float]]:

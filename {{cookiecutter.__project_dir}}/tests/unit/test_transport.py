@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from raymill import settings
+from raymill.errors import UserError
 from raymill.training import transport
 
 EFA = """\
@@ -75,7 +76,7 @@ def check(world_size: int = 16, device: str = "cuda") -> None:
 @pytest.mark.usefixtures("machine")
 def test_tcp_between_machines_with_efa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.TARGET, "aws")
-    with pytest.raises(settings.UserError) as refused:
+    with pytest.raises(UserError) as refused:
         check()
     text = str(refused.value)
     assert "p4d.24xlarge has EFA, but NCCL would send gradients over Socket" in text
@@ -86,7 +87,7 @@ def test_tcp_between_machines_with_efa_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("machine")
 def test_a_missing_plugin_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "read_log", lambda: WITHOUT_PLUGIN)
-    with pytest.raises(settings.UserError, match=r"\(NCCL: NET/Plugin: Could not find: libnccl-net.so\)"):
+    with pytest.raises(UserError, match=r"\(NCCL: NET/Plugin: Could not find: libnccl-net.so\)"):
         check()
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from raymill import settings
 from raymill.aws import stack, vpc, zones
 from raymill.aws.vpc import Network, NetworkSection
 from raymill.common import prices
 from raymill.common.cluster_file import ClusterFile
+from raymill.errors import UserError
 
 HEAD, CPU, GPU, FALLBACK, SERVING = "m6i.2xlarge", "m6i.8xlarge", "p5.48xlarge", "p4d.24xlarge", "g6e.xlarge"
 PRICES = dict(zip("abcdef", (6.0, 5.0, 4.0, 3.0, 2.0, 1.0), strict=True))
@@ -169,7 +169,7 @@ def test_only_the_head_and_the_cpu_workers_are_refused() -> None:
     file = cluster(serving=SERVING)
     network = vpc.find_network(file, NO_SUBNETS, everywhere)
     vpc.refuse_first_zone(file, NO_SUBNETS, network, everywhere)
-    with pytest.raises(settings.UserError, match="8xlarge would start in us-east-1c, but only us-east-1b offer it"):
+    with pytest.raises(UserError, match="8xlarge would start in us-east-1c, but only us-east-1b offer it"):
         vpc.refuse_first_zone(file, NO_SUBNETS, network, everywhere | offers(cpu="b"))
 
 

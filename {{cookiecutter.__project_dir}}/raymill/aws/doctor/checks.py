@@ -8,13 +8,13 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as NoConnectionError
 
-from raymill import settings
 from raymill.aws import aws_errors, identity, rejected_credentials
 from raymill.aws.doctor import jobs, laptop, owner, permissions, quotas, region, reserved
 from raymill.aws.doctor.account import RETRY, Account, denied_action
 from raymill.common import aws_session
 from raymill.common.cluster_file import ClusterFile
 from raymill.doctor import Finding
+from raymill.errors import UserError
 
 SERVICES = ("sts", "iam", "ec2", "s3", "cloudformation", "service-quotas", "ssm", "secretsmanager", "kms")
 F = TypeVar("F", bound=ClusterFile)
@@ -56,7 +56,7 @@ def check(file: ClusterFile) -> list[Finding]:
 def _check(file: ClusterFile) -> list[Finding]:
     try:
         account = _sign_in(file)
-    except settings.UserError as error:
+    except UserError as error:
         unchecked = Finding("error", f"{error}. Not checked: {', '.join(REMOTE_CHECKS)}")
         return [unchecked, *_run_all(LOCAL_CHECKS, file)]
     with ThreadPoolExecutor(len(REMOTE_CHECKS)) as pool:  # in parallel, because calls to AWS are slow
@@ -70,7 +70,7 @@ def _sign_in(file: ClusterFile) -> Account:
     """Return the account.
 
     Raises:
-        settings.UserError: there is no connection, there are no valid credentials, or they are not for the cluster of
+        UserError: there is no connection, there are no valid credentials, or they are not for the cluster of
             this checkout.
     """
     try:
@@ -80,13 +80,13 @@ def _sign_in(file: ClusterFile) -> Account:
         account = Account(file.content, file.digest, clients["sts"].get_caller_identity()["Arn"], clients)
         identity.check(account)
     except (NoConnectionError, HTTPClientError) as error:
-        raise settings.UserError(
+        raise UserError(
             f"no connection to AWS ({error}). Check the network, HTTPS_PROXY, and region in cluster/cluster.yaml"
         ) from None
     except (BotoCoreError, ClientError) as error:
         if isinstance(error, ClientError) and rejected_credentials.is_cause(error):
-            raise settings.UserError(rejected_credentials.explain(error, file.region)) from None
-        raise settings.UserError(
+            raise UserError(rejected_credentials.explain(error, file.region)) from None
+        raise UserError(
             f"no valid AWS credentials ({error}). Run aws configure or aws sso login, or set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY"
         ) from None
@@ -101,7 +101,7 @@ def _run(subject: str, check: Callable[[F], Iterator[Finding]], file: F) -> Iter
     """Yield the findings of a check. If an error ends the check, yield a finding about the error."""
     try:
         yield from check(file)
-    except settings.UserError as error:
+    except UserError as error:
         yield Finding("error", str(error))
     except ClientError as error:
         if denial := aws_errors.denial(error):

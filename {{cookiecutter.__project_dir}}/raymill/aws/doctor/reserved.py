@@ -19,7 +19,7 @@ def check(account: Account) -> Iterator[Finding]:
     Another reservation of the project costs money, and this cluster does not use it.
 
     Raises:
-        settings.UserError: it does not exist, it has ended, or no subnet is in its zone.
+        UserError: it does not exist, it has ended, or no subnet is in its zone.
     """
     named = reservation.load_section().reservation
     for one in reservation.paid(account):

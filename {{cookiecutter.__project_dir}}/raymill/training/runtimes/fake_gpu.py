@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from raymill import settings
 from raymill.data.options import PreprocessOptions
-from raymill.settings import UserError
+from raymill.errors import UserError
 from raymill.training import composite
 from raymill.training.dataset import Batch, as_batch
 from raymill.training.options import TrainOptions

@@ -31,10 +31,10 @@ from torch import nn
 
 from raymill import state_files
 from raymill.data import row_sources, streaming
+from raymill.errors import UserError
 from raymill.ray_support import capacity, cli, gang, job_lease, ray_logging
 from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS
 from raymill.ray_support.private.tune import is_in_trial
-from raymill.settings import UserError
 from raymill.state_files import DamagedFile
 from raymill.training import failures, preflight, storage, transport, weights_check
 from raymill.training.options import TrainOptions

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raymill import output_lease
+from raymill.errors import UserError
 from raymill.output_lease import Holder, Lease, NoLease
-from raymill.settings import UserError
 from raymill.state_files import DamagedFile
 from raymill.training import preflight, storage, transport
 from raymill.training.options import TrainOptions
