@@ -12,9 +12,8 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # `import deepspeed` reads this variable
-PROCESSES = multiprocessing.get_context("forkserver")
-"""Forks each process from one that has already imported what ranks need, which takes seconds."""
-PROCESSES.set_forkserver_preload(["raymill.training.runtimes.torchrun", "raymill.training.fsdp", "deepspeed"])
+# imported once, by the process from which ranks are forked, because these imports take seconds
+multiprocessing.set_forkserver_preload(["raymill.training.runtimes.torchrun", "raymill.training.fsdp", "deepspeed"])
 
 
 def run(function: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:

@@ -211,8 +211,9 @@ def test_masks_belong_to_keys_and_to_sequences_that_have_not_ended(assets: Path)
         requests.append(Request(f"of {key}", [5] * 20, sampling, None, priority=key))
         made.structured_output_manager.grammar_init(requests[-1])
         made.add_request(requests[-1])
-    while len((plan := made.schedule()).num_scheduled_tokens) < len(requests):
+    while not all(one.structured_output_request.is_grammar_ready for one in requests):  # type: ignore[union-attr]
         time.sleep(0.01)  # until threads have compiled the grammars
+    plan = made.schedule()
     masks = made.get_grammar_bitmask(plan)
     assert masks
     assert masks.structured_output_request_ids == ["of 0", "of 1"]

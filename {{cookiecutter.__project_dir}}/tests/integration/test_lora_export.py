@@ -69,12 +69,7 @@ def inputs(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a trained run of each model, and with the logits of the model in training."""
     folder = tmp_path_factory.mktemp(request.param)
-    ranks = [ranks.PROCESSES.Process(target=_rank, args=(rank, request.param, inputs, folder)) for rank in range(RANKS)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0] * RANKS
+    ranks.run(_rank, (request.param, inputs, folder), RANKS)
     return folder
 
 

@@ -194,15 +194,7 @@ def _spread(way: Way, workers: int, changes: dict[str, Any], machines: int = 1) 
     folder = Path(options.output, options.name)
     folder.mkdir(exist_ok=True)
     meeting = folder / f"meeting-{options.stop_after}"
-    ranks = [
-        ranks.PROCESSES.Process(target=_rank, args=(rank, workers, machines, meeting, options, make_strategy))
-        for rank in range(workers)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0] * workers
+    ranks.run(_rank, (workers, machines, meeting, options, make_strategy), workers)
     return _rows(folder)
 
 
