@@ -152,12 +152,11 @@ def _unknown_keys(path: Keypath, table: Mapping[str, Any], known: Keys) -> Itera
 def _unknown_key(path: Keypath, key: str, known: Keys) -> str:
     if key in settings.PROFILES:
         return f"no such key. Did you mean [{key}.{path[-1]}]? Correct that line"
-    if key not in settings.RENAMED:
-        for entry in SECTIONS:
-            if ".".join(path[:2]) not in entry.tables and key in keys(entry.type):
-                same_profile = f"{path[0]}.{entry.name}"
-                home = same_profile if same_profile in entry.tables else entry.tables[0]
-                return f"no such key, but [{home}] has one. Move that line"
+    for entry in SECTIONS:
+        if ".".join(path[:2]) not in entry.tables and key in keys(entry.type):
+            same_profile = f"{path[0]}.{entry.name}"
+            home = same_profile if same_profile in entry.tables else entry.tables[0]
+            return f"no such key, but [{home}] has one. Move that line"
     return f"{settings.no_such_key(key, known)} Correct that line"
 
 

@@ -15,8 +15,6 @@ from raymill.errors import UserError
 PROJECT = Path(__file__).resolve().parents[1]
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
-RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add", "caller": "callers"}
-"""Maps renamed keys and options to their new names, which error messages suggest."""
 TARGET = "INV_TARGET"
 """Environment variable: the target of the verb or job that runs."""
 
@@ -100,8 +98,6 @@ def line_of(file: Path, path: Sequence[str]) -> int:
 
 def no_such_key(key: str, known: Iterable[str]) -> str:
     """Return a sentence that says that there is no such key, and which of the known ones is probably meant."""
-    if key in RENAMED:
-        return f"this key is now {RENAMED[key]}."
     near = difflib.get_close_matches(key.lower(), known, 1)
     return f"no such key. Did you mean {near[0]}?" if near else "no such key."
 

@@ -97,8 +97,6 @@ def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent
     """Raise a UserError for a wrong command line, instead of showing tyro's error box."""
     if isinstance(event, _errors.UnrecognizedArgs):
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
-        if name in settings.RENAMED:
-            raise UserError(f"{event.tokens[0]} is now {_flag(settings.RENAMED[name])}; use that instead.")
         near = difflib.get_close_matches(name, options_type.model_fields, 1)
         meant = f"; did you mean {_flag(near[0])}?" if near else "."
         raise UserError(f"unknown option {event.tokens[0]}{meant} List all options: {_command()} --help")

@@ -99,7 +99,6 @@ def test_this_project_has_only_known_sections() -> None:
             "[rag.ranker]\nmin_replica = 1",
             "line 2, key rag.ranker.min_replica: no such key. Did you mean min_replicas?",
         ),
-        ("[train]\ngang_patience_s = 9", "line 2, key train.gang_patience_s: this key is now zone_timeout_s."),
         # a key of another section
         (
             "[cluster.train]\nzero_stage = 2",
