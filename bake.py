@@ -9,6 +9,7 @@ from cookiecutter.main import cookiecutter
 
 TEMPLATE = Path(__file__).resolve().parent
 PROJECT = TEMPLATE / "{{cookiecutter.__project_dir}}"
+LIBRARY = TEMPLATE / "raymill"
 
 
 def snapshot(folder: Path) -> Path:
@@ -32,12 +33,14 @@ def bake(folder: Path, **answers: str) -> Path:
     """Generate a project in `folder`. Keeps `.venv`, to install packages only once, and replaces the rest."""
     with tempfile.TemporaryDirectory() as scratch:
         template = snapshot(Path(scratch) / "template")
-        (template / "hooks" / "post_gen_project.py").unlink()  # it would create a git repository
+        # it would create a git repository; what else it does, this function does below
+        (template / "hooks" / "post_gen_project.py").unlink()
         config = Path(scratch) / "config.yaml"  # by default, cookiecutter saves the answers in the user's home
         config.write_text(f"replay_dir: {scratch}\ncookiecutters_dir: {scratch}\n", encoding="utf-8")
         project = cookiecutter(
             str(template), no_input=True, config_file=str(config), extra_context=answers, output_dir=scratch
         )
+        shutil.copytree(template / LIBRARY.name, Path(project) / LIBRARY.name)
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():
             if old.name != ".venv":

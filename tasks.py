@@ -116,7 +116,8 @@ def _test_in_project(
     tests = bake.TEMPLATE / "tests" / name
     # confcutdir keeps pytest from loading tests/conftest.py, which needs the template's environment
     top = bake.TEMPLATE / "tests" / Path(name).parts[0]
-    command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", top, *options, tests]
+    command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", top]
+    command += ["--override-ini", "pythonpath=", *options, tests]  # or `raymill` would be the template's
     with context.cd(str(project)):
         variables = _variables(project)
         variables["PYTHONPATH"] += f"{os.pathsep}{project / 'tests'}"  # for published_models.py
@@ -207,7 +208,7 @@ def lock(context: Context, latest: bool = False) -> None:
     if latest:
         _try_latest(context)
         return
-    _fetch_scripts(context, bake.PROJECT / THIRD_PARTY)
+    _fetch_scripts(context, bake.TEMPLATE / THIRD_PARTY)
     project = _bake(context, "lock")
     plain = _cuda_variables()
     _step("compiling cluster.txt: CUDA, Linux")
@@ -221,7 +222,7 @@ def lock(context: Context, latest: bool = False) -> None:
         _step("storing the names of vLLM's arguments")
         with context.cd(str(project)):
             context.run(f"{shlex.quote(str(python))} -m raymill.serving.vllm_arguments", env=_variables(project))
-        shutil.copyfile(project / VLLM_ARGUMENTS, bake.PROJECT / VLLM_ARGUMENTS)
+        shutil.copyfile(project / VLLM_ARGUMENTS, bake.TEMPLATE / VLLM_ARGUMENTS)
 
 
 def _fetch_scripts(context: Context, folder: Path) -> None:
@@ -281,7 +282,7 @@ def _try_latest(context: Context) -> None:
             if context.run(f"{PYTHON} -m invoke {verb}", warn=True, in_stream=False).failed:
                 raise Exit(f"error: {verb} fails with {', '.join(changes)}. Nothing is changed. See {copy}", 1)
     project = copy / bake.PROJECT.name
-    kept = [settings, project / VLLM_ARGUMENTS, *sorted((project / "requirements").glob("*.txt"))]
+    kept = [settings, copy / VLLM_ARGUMENTS, *sorted((project / "requirements").glob("*.txt"))]
     for file in kept:
         shutil.copy(file, bake.TEMPLATE / file.relative_to(copy))
     print(f"the quick tests pass, and the new versions are in place: {', '.join(changes)}. Next: ./inv test --all")
@@ -316,7 +317,7 @@ def _install_programs(context: Context) -> None:
 
 def _rehearsal_programs() -> dict[str, str]:
     """Return the rehearsal's programs and packages. Parses sandbox.py, because its imports are not installed here."""
-    module = ast.parse((bake.PROJECT / "raymill" / "emulator" / "sandbox.py").read_text(encoding="utf-8"))
+    module = ast.parse((bake.LIBRARY / "emulator" / "sandbox.py").read_text(encoding="utf-8"))
     assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
     return ast.literal_eval(assigned["PROGRAMS"])
 

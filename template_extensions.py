@@ -13,7 +13,7 @@ from jinja2 import Environment
 from jinja2.ext import Extension
 
 TEMPLATE = Path(__file__).resolve().parent
-INSTANCE_TYPES = TEMPLATE / "{{cookiecutter.__project_dir}}" / "raymill" / "instance_types.py"
+INSTANCE_TYPES = TEMPLATE / "raymill" / "instance_types.py"
 
 
 class QuietHookErrors(Extension):

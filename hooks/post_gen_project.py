@@ -1,6 +1,6 @@
-"""After the project is created, link it to its template for `inv upgrade`, and commit it to a new git repository.
+"""After the project is created, add the library, link the project to its template, and commit it to a new repository.
 
-Both are conveniences. If one is not possible, this prints the reason, and the project is complete without it.
+The last two are conveniences. If one is not possible, this prints the reason, and the project is complete without it.
 """
 
 import json
@@ -55,6 +55,11 @@ def git(*words: str, folder: Path = PROJECT, may_fail: bool = False) -> str:
     return done.stdout.strip()
 
 
+def add_library() -> None:
+    """Copy the library, which stands outside of the project's folder in the template, because it has no variables."""
+    shutil.copytree(TEMPLATE / "raymill", PROJECT / "raymill", ignore=shutil.ignore_patterns("__pycache__"))
+
+
 def link() -> None:
     """Record the template's address and commit in .cruft.json, with the bytes that `cruft create` will write."""
     if not (TEMPLATE / ".git").exists():  # for example from a zip file
@@ -95,6 +100,7 @@ def commit() -> None:
 
 
 def main() -> None:
+    add_library()
     if IS_COMPARISON:
         return
     if not shutil.which("git"):

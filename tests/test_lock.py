@@ -52,7 +52,7 @@ class Commands:
 @pytest.fixture
 def copy(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a small copy of the template, which the verb uses as the template."""
-    for name in ("cookiecutter.json", CLUSTER_PINS, f"{bake.PROJECT.name}/{tasks.VLLM_ARGUMENTS}"):
+    for name in ("cookiecutter.json", CLUSTER_PINS, str(tasks.VLLM_ARGUMENTS)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((template / name).read_bytes())
     monkeypatch.setattr(bake, "TEMPLATE", tmp_path)

@@ -8,7 +8,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md",
 
 
 def test_pages_name_verbs_that_exist(template: Path) -> None:
-    verbs = _verbs(template / "tasks.py") | _verbs(template / "{{cookiecutter.__project_dir}}" / "raymill" / "verbs.py")
+    verbs = _verbs(template / "tasks.py") | _verbs(template / "raymill" / "verbs.py")
     text = "\n".join((template / page).read_text(encoding="utf-8") for page in PAGES)
     named = set(re.findall(r"\./inv ([a-z][a-z-]*)", text))
     assert len(named) > 10

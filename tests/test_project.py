@@ -117,9 +117,10 @@ def test_the_readmes_are_short(project: Path, template: Path) -> None:
 
 
 def test_scripts_are_copied_unchanged(project: Path, template: Path) -> None:
-    source = template / bake.PROJECT.name
     for path in (*project.rglob("*.py"), *project.rglob("*.js")):
-        assert path.read_bytes() == (source / path.relative_to(project)).read_bytes()
+        name = path.relative_to(project)
+        source = template if name.parts[0] == bake.LIBRARY.name else template / bake.PROJECT.name
+        assert path.read_bytes() == (source / name).read_bytes()
 
 
 def test_baking_again_keeps_the_environment_and_nothing_else(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Home:
         identity = ("-c", "user.name=me", "-c", "user.email=me@localhost", "-c", "commit.gpgSign=false")
         self.git(*identity, "commit", "--quiet", "--message", message, folder=folder)
 
-    def generate(self, template: Path, folder: Path) -> Path:
+    def generate(self, template: Path | str, folder: Path) -> Path:
         """Generate a project in `folder` with cookiecutter's command, and return the project."""
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "cookiecutter", str(template), "--no-input", "--default-config"]
@@ -76,7 +76,7 @@ def old(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     """Return a project, made by cruft, whose template now has a newer version. Tests must not change the project."""
     folder = tmp_path_factory.mktemp("old")
     template, home = Path(shutil.copytree(repository, folder / "template")), Home(folder / "home")
-    text = (bake.PROJECT / "raymill" / "upgrade.py").read_text(encoding="utf-8")
+    text = (bake.LIBRARY / "upgrade.py").read_text(encoding="utf-8")
     cruft = next(line for line in text.splitlines() if line.startswith("CRUFT = ")).split('"')[1]
     tool = [os.environ.get("UV", "uv"), "tool", "run", "--python", sys.executable, "--from", cruft]
     done = home.run(*tool, "cruft", "create", "--no-input", template, folder=folder)
@@ -86,7 +86,7 @@ def old(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     _replace(files / "settings.toml", "precision = ", "# the new version's comment\nprecision = ")
     (files / "jobs" / "new_job.py").write_text("NEW = True\n")
     (files / "jobs" / "generate.py").unlink()
-    _replace(files / "raymill" / "instance_types.py", '"us-east-1"', '"us-east-9"')
+    _replace(template / "raymill" / "instance_types.py", '"us-east-1"', '"us-east-9"')
     _replace(template / "CHANGELOG.md", "### Added\n", f"### Added\n{NEW_ENTRY}\n")
     home.commit(template, "The new version")
     return folder / "my-llm"
@@ -99,6 +99,20 @@ def _replace(file: Path, old: str, new: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------ the repository
+
+
+def test_every_source_of_the_template_gives_the_same_files(home: Home, repository: Path, tmp_path: Path) -> None:
+    """A checkout in which tests ran, a zip file, and a repository to clone."""
+    checkout = Path(shutil.copytree(repository, tmp_path / "checkout"))
+    (checkout / "raymill" / "data" / "__pycache__").mkdir()
+    (checkout / "raymill" / "data" / "__pycache__" / "rows.pyc").touch()
+    archive = tmp_path / "template.zip"
+    home.git("archive", "--prefix=template/", f"--output={archive}", "HEAD", folder=repository)
+    expected = bake.files(bake.bake(tmp_path / "baked"))
+    assert "raymill/verbs.py" in expected
+    for number, source in enumerate((checkout, archive, f"git+file://{repository}")):
+        files = bake.files(home.generate(source, tmp_path / str(number)))
+        assert [name for name in files if not name.startswith((".git/", ".cruft"))] == expected
 
 
 def test_a_new_project_is_a_repository_with_one_commit(home: Home, old: Path) -> None:
