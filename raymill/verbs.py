@@ -12,7 +12,7 @@ from typing import Any
 from invoke import Collection, Context, Exit, task
 from invoke.main import program
 
-from raymill import command_line, environment, job_scripts, network, sections, settings
+from raymill import command_line, environment, job_scripts, network, old_layout, sections, settings
 from raymill.console import Console
 from raymill.errors import UserError
 from raymill.printable import printable
@@ -499,4 +499,7 @@ def upgrade(context: Context) -> None:
 def start(module: str) -> None:
     """Prepare this process for a verb of the module, and check the command line, before invoke reads it."""
     network.keep_to_loopback()
+    if notes := list(old_layout.notes()):
+        notes.append("these notes appear until you have done what they say; then run: inv test")
+        print("\n".join(printable(f"note: {note}") for note in notes), file=sys.stderr)
     command_line.normalize(program, Collection.from_module(sys.modules[module]))

@@ -1,0 +1,50 @@
+"""Finds what an upgrade from before `raymill/` left behind: files in old folders, and imports of old modules.
+
+git moves edited files to their new places, but not files that only the project has, or files that were edited
+here and deleted in the template.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from raymill import settings
+
+MODULES = ("settings", "sections", "instance_types")
+"""Modules that were at the top of the project."""
+CLIENTS = ("bench", "chat", "lm_eval")
+IMPORT = re.compile(r"^\s*(?:from|import) ((?:pipeline|cluster|demo|settings|sections|instance_types)\b[\w.]*)")
+
+
+def notes() -> Iterator[str]:
+    """Yield one sentence for each file and each import, with its new place."""
+    for file in _files():
+        old = file.relative_to(settings.PROJECT)
+        new = Path(*new_name(".".join(old.with_suffix("").parts)).split(".")).with_suffix(old.suffix)
+        if (settings.PROJECT / new).exists():
+            yield f"{old} is now {new}: move your changes there, and delete {old}"
+        else:
+            yield f"{old} is in a folder of the old layout: move it to {new} if you need it, and else delete it"
+    for file in [*settings.PROJECT.glob("*.py"), *sorted((settings.PROJECT / "jobs").rglob("*.py"))]:
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if found := IMPORT.match(line):
+                place = f"{file.relative_to(settings.PROJECT)} line {number}"
+                yield f"{place} imports {found[1]}, which is now {new_name(found[1])}"
+
+
+def new_name(old: str) -> str:
+    """Return the dotted name under which the library has a module or package of the old layout."""
+    top, _, rest = old.partition(".")
+    if top in MODULES or top == "demo":
+        return f"raymill.{old}"
+    if top == "cluster" and rest.partition(".")[0] in CLIENTS:
+        return f"raymill.clients.{rest}"
+    return f"raymill.{rest}".rstrip(".")
+
+
+def _files() -> Iterator[Path]:
+    for folder in ("pipeline", "cluster", "demo"):
+        yield from sorted((settings.PROJECT / folder).rglob("*.py"))
+    for module in MODULES:
+        if (file := settings.PROJECT / f"{module}.py").exists():
+            yield file
