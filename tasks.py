@@ -117,7 +117,8 @@ def _test_in_project(
     # confcutdir keeps pytest from loading tests/conftest.py, which needs the template's environment
     top = bake.TEMPLATE / "tests" / Path(name).parts[0]
     command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", top]
-    command += ["--override-ini", "pythonpath=", *options, tests]  # or `raymill` would be the template's
+    # the project's `raymill` comes first, because it knows the project by its own place
+    command += ["--override-ini", "pythonpath=", "--import-mode", "append", *options, tests]
     with context.cd(str(project)):
         variables = _variables(project)
         variables["PYTHONPATH"] += f"{os.pathsep}{project / 'tests'}"  # for published_models.py
