@@ -87,10 +87,10 @@ def _test_template_and_emulator(context: Context, nightly: bool) -> Path:
         _step(f"testing the template, and the emulated AWS of {project}")
         options = ["--numprocesses", "2", "--dist", "loadfile", "--ignore", str(bake.TEMPLATE / "tests" / FAULTS_TEST)]
         _test_in_project(context, python, project, "emulator", *options, *_selection(nightly))
-    for name, tests in beside.items():
+    for tests in beside.values():
         print(tests.result().stdout, tests.result().stderr)
-        if tests.result().failed:
-            raise Exit(f"error: {name} failed. Their output is above", 1)
+    if failed := [name for name, tests in beside.items() if tests.result().failed]:
+        raise Exit(f"error: {' and '.join(failed)} failed. Their output is above", 1)
     return project
 
 
