@@ -37,7 +37,10 @@ from raymill.emulator.waiting import wait_for
 from raymill.node import restart
 
 SLEEP = "import time; print('at work', flush=True); time.sleep(600)"
-SLEEP_ON_A_WORKER = f"import ray; ray.init(); ray.get(ray.remote(num_cpus=1)(lambda: exec({SLEEP!r})).remote())"
+SLEEP_ON_A_WORKER = (
+    "import ray, time; ray.init(); "
+    "ray.get(ray.remote(num_cpus=1)(lambda: (print('at work', flush=True), time.sleep(600))).remote())"
+)
 WATCHDOG = settings.PROJECT / "raymill" / "node" / "watchdog.py"
 
 

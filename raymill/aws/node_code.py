@@ -7,7 +7,8 @@ on.
 from raymill import settings
 from raymill.aws import head, images, launcher_file, ray_up, source_hash, ssh
 from raymill.common import instances
-from raymill.common.cluster_file import ClusterFile
+from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.errors import UserError
 
 ON_NODES = settings.PROJECT / "raymill" / "node"
 
@@ -24,7 +25,10 @@ def follow(file: ClusterFile, running: instances.Instance) -> None:
     print("the code of the watchdog has changed, so it is copied to the nodes and restarts there; jobs go on")
     launcher_file.write(images.keep(file, running))
     ray_up.copy_files()
-    print(ssh.find_head(file).run("cd ~/project && python -m raymill.node.restart head").strip())
+    try:
+        print(ssh.find_head(file).run("cd ~/project && python -m raymill.node.restart head").strip())
+    except UserError as error:
+        raise UserError(f"{error}. Correct that, then run: inv up --target {TARGET}") from None
     head.tag(file, {instances.NODE_CODE_TAG: current})
 
 

@@ -23,6 +23,8 @@ TIMEOUT_S = 60.0
 SSH = ["ssh", "-i", "~/ray_bootstrap_key.pem", "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR"]
 """How Ray's autoscaler on the head connects to workers."""
+SHELL = ["bash", "--login", "-i", "-c"]
+"""How Ray runs commands on nodes. It reads ~/.bashrc first, which ends at once in shells that are not interactive."""
 
 
 def main(role: str) -> None:
@@ -43,8 +45,8 @@ def main(role: str) -> None:
 def _restart_here(commands: list[str]) -> str:
     """Run the commands that start a module of raymill.node. Return what is wrong with the new watchdog, or ""."""
     for command in commands:
-        if "-m raymill.node." in command:  # in a login shell, as Ray starts them, which reads ~/.bashrc
-            subprocess.run(["bash", "--login", "-i", "-c", command], check=True, stderr=subprocess.DEVNULL)
+        if "-m raymill.node." in command:
+            subprocess.run([*SHELL, f"source ~/.bashrc; {command}"], check=True, stderr=subprocess.DEVNULL)
     time.sleep(2 * state.INTERVAL_S)  # by then, the earlier watchdog has ended
     started = time.time()
     while state.LEASE.stat().st_mtime < started:
@@ -59,10 +61,11 @@ def _restart_worker(worker: Instance, head: Instance, user: str) -> str:
     """Copy this node's code to a worker and restart its processes. Return what went wrong, or ""."""
     address = f"{user}@{worker.private_address}"
     project = f"{Path('~/project').expanduser()}/"
-    command = f"export RAY_HEAD_IP={head.private_address}; cd ~/project && python -m raymill.node.restart worker"
+    command = "cd ~/project && python -m raymill.node.restart worker"
+    command = f"source ~/.bashrc; export RAY_HEAD_IP={head.private_address}; {command}"
     steps = (
         ["rsync", "--archive", "--exclude", "__pycache__", "-e", shlex.join(SSH), project, f"{address}:project/"],
-        [*SSH, address, shlex.join(["bash", "--login", "-i", "-c", command])],
+        [*SSH, address, shlex.join([*SHELL, command])],
     )
     for step in steps:
         done = subprocess.run(step, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
