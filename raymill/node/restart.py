@@ -13,13 +13,16 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from raymill.common import aws_session, cluster_file, instances
 from raymill.common.instances import Instance
 from raymill.node import state
 
+QUIET: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 TIMEOUT_S = 60.0
 """How long the new watchdog may take to renew the lease, which shows that it works. It does so every few seconds."""
+WORKER_TIMEOUT_S = 3 * TIMEOUT_S
 SSH = ["ssh", "-i", "~/ray_bootstrap_key.pem", "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR"]
 """How Ray's autoscaler on the head connects to workers."""
@@ -46,7 +49,8 @@ def _restart_here(commands: list[str]) -> str:
     """Run the commands that start a module of raymill.node. Return what is wrong with the new watchdog, or ""."""
     for command in commands:
         if "-m raymill.node." in command:
-            subprocess.run([*SHELL, f"source ~/.bashrc; {command}"], check=True, stderr=subprocess.DEVNULL)
+            # with no pipe to this process's own output, at whose end ssh would wait for the end of the new process
+            subprocess.run([*SHELL, f"source ~/.bashrc; {command}"], check=True, **QUIET)
     time.sleep(2 * state.INTERVAL_S)  # by then, the earlier watchdog has ended
     started = time.time()
     while state.LEASE.stat().st_mtime < started:
@@ -68,7 +72,12 @@ def _restart_worker(worker: Instance, head: Instance, user: str) -> str:
         [*SSH, address, shlex.join([*SHELL, command])],
     )
     for step in steps:
-        done = subprocess.run(step, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                step, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=WORKER_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"{worker.id} keeps its old code (no answer within {WORKER_TIMEOUT_S:.0f} s)"
         if done.returncode:
             reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
             return f"{worker.id} keeps its old code ({reason[0]})"
