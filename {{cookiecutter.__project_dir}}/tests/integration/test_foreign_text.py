@@ -232,6 +232,7 @@ def test_a_job_prints_names_and_rows_on_one_line(
 JOB = """
 import sys
 from raymill import settings
+from raymill.errors import UserError
 from raymill.ray_support import cli
 
 def main(_):

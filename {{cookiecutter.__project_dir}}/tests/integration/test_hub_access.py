@@ -76,6 +76,7 @@ import json, os, sys, tempfile, time, urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from huggingface_hub.utils import _http
 from raymill import settings
+from raymill.errors import UserError
 from raymill.data import row_sources
 from raymill.data.tokenizer import load_tokenizer
 from raymill.evaluation import candidates
