@@ -20,9 +20,9 @@ from raymill.common.instances import Instance
 from raymill.node import state
 
 QUIET: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
 """How long the new watchdog may take to renew the lease, which shows that it works. It does so every few seconds."""
-WORKER_TIMEOUT_S = 3 * TIMEOUT_S
+WORKER_TIMEOUT_S = 180.0
 SSH = ["ssh", "-i", "~/ray_bootstrap_key.pem", "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR"]
 """How Ray's autoscaler on the head connects to workers."""
