@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "the watchdog's code changes",
-        "up replaces it on all machines while a job goes on, and says if the new code does not work",
+        "up updates it on every machine without stopping jobs, and reports code that does not work",
         "operators.watchdog_changes",
     ),
     Fault(

@@ -60,22 +60,24 @@ def up_again(harness: Harness) -> str:
 
 
 def watchdog_changes(harness: Harness) -> str:
-    """The watchdog's code changes during a job: `up` replaces it on head and worker, and says if it does not work."""
+    """The watchdog's code changes during a job: `up` updates it on head and worker, and reports code that fails."""
     job = harness.submit(SLEEP_ON_A_WORKER)
     wait_for(lambda: "at work" in harness.log(job), 240, "the job to start on a worker")
     (worker,), line = harness.workers(), 'process.take_over("watchdog")\n'
     code = WATCHDOG.read_text(encoding="utf-8")
     with replaced_file(WATCHDOG, code.replace(line, f'{line}    logging.warning("this is new")\n')):
         output = run_verb("up")
-        assert "the new code runs on the head and 1 workers" in output, output
-        assert "the code of the watchdog has changed" not in run_verb("up")
+        assert "the new code runs on the head and 1 worker" in output, output
+        assert "code has changed" not in run_verb("up")
     on_worker = shlex.join([*restart.SSH, f"ubuntu@{worker.private_address}", "cat ~/watchdog.log"])
     assert "this is new" in harness.head().run("cat ~/watchdog.log")
     assert "this is new" in harness.head().run(on_worker)
-    with replaced_file(WATCHDOG, code.replace(line, f"{line}    raise SystemExit\n")):
-        output = run_verb("up", exit_code=1)
-        assert "does not work with the new code" in output, output
-    assert "the new code runs on the head and 1 workers" in run_verb("up")
+    # before it takes over, when the earlier watchdog still renews the lease, and afterwards
+    for broken in (f"raise SystemExit\n    {line}", f"{line}    raise SystemExit\n"):
+        with replaced_file(WATCHDOG, code.replace(line, broken)):
+            output = run_verb("up", exit_code=1)
+            assert "does not work with the new code" in output, output
+    assert "the new code runs on the head and 1 worker" in run_verb("up")
     assert [one.id for one in harness.workers()] == [worker.id]
     assert harness.is_running(job), harness.log(job)
     return re.findall(r"the watchdog of .*?does not work with the new code", output)[0] + "; the job went on"

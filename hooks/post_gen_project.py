@@ -56,7 +56,7 @@ def git(*words: str, folder: Path = PROJECT, may_fail: bool = False) -> str:
 
 
 def add_library() -> None:
-    """Copy the library, which stands outside of the project's folder in the template, because it has no variables."""
+    """Copy the library. In the template, it is outside the project's folder, because it has no variables."""
     shutil.copytree(TEMPLATE / "raymill", PROJECT / "raymill", ignore=shutil.ignore_patterns("__pycache__"))
 
 

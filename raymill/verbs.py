@@ -500,6 +500,6 @@ def start(module: str) -> None:
     """Prepare this process for a verb of the module, and check the command line, before invoke reads it."""
     network.keep_to_loopback()
     if notes := list(old_layout.notes()):
-        notes.append("these notes appear until you have done what they say; then run: inv test")
+        notes.append("you will see these notes until you have made these changes. Then run: inv test")
         print("\n".join(printable(f"note: {note}") for note in notes), file=sys.stderr)
     command_line.normalize(program, Collection.from_module(sys.modules[module]))

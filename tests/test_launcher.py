@@ -313,6 +313,14 @@ def test_the_template_runs_its_own_verbs(with_uv: Machine) -> None:
         assert (done.returncode, done.stdout) == (0, "[demo]"), done
 
 
+def test_a_project_without_its_settings_is_still_a_project(with_uv: Machine) -> None:
+    """Its verbs name the missing file. The template's environment would replace the project's."""
+    (with_uv.project / "settings.toml").unlink()
+    done = with_uv.inv("demo")
+    assert "uv sync" not in done.stderr
+    assert (with_uv.project / ".venv").is_symlink()
+
+
 def test_signals_to_the_launcher_reach_the_verb(with_uv: Machine) -> None:
     """Signals also reach the template's verbs, where `uv run` would be a process between launcher and verb."""
     template = with_uv.root / "template"

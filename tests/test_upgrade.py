@@ -13,6 +13,7 @@ import bake
 
 UPGRADE = "from raymill import upgrade; upgrade.upgrade()"
 OWN_SETTING = "# my own line\n"
+OWN_CODE = "\n# a change inside the library, in an emergency\n"
 NEW_ENTRY = "- The new version has this entry,\n  which has two lines."
 
 
@@ -204,6 +205,8 @@ def test_an_upgrade_merges_the_templates_changes_with_yours(home: Home, tmp_path
     project = Path(shutil.copytree(old, tmp_path / "my-llm"))
     settings = project / "settings.toml"
     settings.write_text(OWN_SETTING + settings.read_text(encoding="utf-8"), encoding="utf-8")
+    library = project / "raymill" / "instance_types.py"
+    library.write_text(library.read_text(encoding="utf-8") + OWN_CODE, encoding="utf-8")
     home.commit(project, "My change")
     done = home.upgrade(project)
     assert done.returncode == 0, done
@@ -212,6 +215,8 @@ def test_an_upgrade_merges_the_templates_changes_with_yours(home: Home, tmp_path
     assert "warning: aws_region 'us-east-1' does not offer" in done.stdout
     merged = settings.read_text(encoding="utf-8")
     assert merged.startswith(OWN_SETTING)
+    assert library.read_text(encoding="utf-8").endswith(OWN_CODE)
+    assert '"us-east-9"' in library.read_text(encoding="utf-8")
     assert "# the new version's comment" in merged
     assert "## New layout" in (project / "README.md").read_text(encoding="utf-8")
     assert (project / "jobs" / "new_job.py").exists()

@@ -22,8 +22,8 @@ MOUNTED = ".cluster/cluster.yaml"
 FILE = settings.PROJECT / MOUNTED
 COPY_ON_NODES = "~/project/cluster/cluster.yaml"
 """The key of `file_mounts` for the nodes' copy, in which the watchdog reads the node types."""
-AT_START = settings.PROJECT / "raymill" / "serving" / "haproxy.py"
-"""Ray's start commands in cluster.yaml run this module. Other code on the nodes can be replaced while Ray runs."""
+AT_START = settings.PROJECT / "raymill" / "serving"
+"""The folder of HAProxy's files. Unlike other code on the nodes, they cannot be replaced while Ray runs."""
 RESERVED = "gpu-reserved"
 """Name of the node type for reserved instances."""
 HEADER = (
@@ -56,7 +56,7 @@ def resolved(file: ClusterFile) -> ClusterFile:
     if node_types != content["available_node_types"]:
         mounts = content["file_mounts"] | {COPY_ON_NODES: MOUNTED}
         content = content | {"available_node_types": node_types, "file_mounts": mounts}
-    parts = f"{file.digest}{json.dumps(content)}{source_hash.of([AT_START])}"
+    parts = f"{file.digest}{json.dumps(content)}{source_hash.of(AT_START.glob('haproxy*'))}"
     digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
     return dataclasses.replace(file, content=content, digest=digest)
 

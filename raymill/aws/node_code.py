@@ -1,7 +1,7 @@
 """The code that a node runs outside of jobs: the watchdog, the copying of logs, and all that these import.
 
-If only this code changes, `inv up` copies it to the running nodes and restarts these processes there. Ray and jobs go
-on.
+If only this code changes, `inv up` copies it to the running nodes and restarts these processes there, without stopping
+Ray or any job.
 """
 
 from raymill import settings
@@ -22,7 +22,7 @@ def follow(file: ClusterFile, running: instances.Instance) -> None:
     current = digest()
     if running.tags.get(instances.NODE_CODE_TAG) == current:
         return
-    print("the code of the watchdog has changed, so it is copied to the nodes and restarts there; jobs go on")
+    print("the watchdog's code has changed: copying it to the nodes, and restarting the watchdog. Jobs keep running")
     launcher_file.write(images.keep(file, running))
     ray_up.copy_files()
     try:

@@ -17,7 +17,7 @@ def of(modules: Iterable[Path]) -> str:
         name = file.relative_to(settings.PROJECT).as_posix()
         if name not in sources:
             sources[name] = file.read_bytes()
-            waiting += _project_files(imports(ast.parse(sources[name])))
+            waiting += _project_files(imports(ast.parse(sources[name]))) if file.suffix == ".py" else []
     parts = [part for name, source in sorted(sources.items()) for part in (name.encode(), source)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 

@@ -18,15 +18,27 @@ def write_log() -> None:
 def take_over(name: str) -> None:
     """Save the pid of this process, which runs raymill.node.NAME, in ~/NAME.pid. First terminate an earlier one.
 
-    There is an earlier one if Ray was restarted on this machine.
+    There is an earlier one if Ray was restarted on this machine, or if `inv up` has replaced the code.
     """
-    pid_file = Path(f"~/{name}.pid").expanduser()
-    if pid_file.exists():
-        with contextlib.suppress(psutil.NoSuchProcess, ValueError):
-            earlier = psutil.Process(int(pid_file.read_text()))
-            if f"raymill.node.{name}" in earlier.cmdline():  # the pid may belong to another process by now
-                earlier.terminate()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if earlier := running(name):
+            earlier.terminate()
     try:
-        pid_file.write_text(str(os.getpid()))
+        pid_file(name).write_text(str(os.getpid()))
     except OSError as error:  # for example, because the disk is full; without this process, the machine would shut down
-        log.warning("%s was not written, so this process cannot be replaced later: %s", pid_file, error)
+        log.warning("%s was not written, so this process cannot be replaced later: %s", pid_file(name), error)
+
+
+def running(name: str) -> psutil.Process | None:
+    """Return the process that has saved its pid under this name, or None if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess, ValueError, FileNotFoundError):
+        found = psutil.Process(int(pid_file(name).read_text()))
+        # the pid may belong to another process by now; before an upgrade, the module may have been in another package
+        if any(word.endswith(f".node.{name}") for word in found.cmdline()):
+            return found
+    return None
+
+
+def pid_file(name: str) -> Path:
+    """Return the file in which a process saves its pid."""
+    return Path(f"~/{name}.pid").expanduser()

@@ -1,4 +1,4 @@
-"""Restart the project's processes on this node, and from the head on all workers, while Ray and jobs go on.
+"""Restart the project's processes on this node, and from the head on all workers. Ray and jobs are not affected.
 
 python -m raymill.node.restart ROLE
 
@@ -15,13 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raymill.common import aws_session, cluster_file, instances
 from raymill.common.instances import Instance
-from raymill.node import state
+from raymill.node import process, state
 
+WATCHDOG = "watchdog"
 QUIET: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-TIMEOUT_S = 30.0
-"""How long the new watchdog may take to renew the lease, which shows that it works. It does so every few seconds."""
+TIMEOUT_S = 40.0
+"""How long a new watchdog may take to start and to renew the lease, which shows that it works."""
 WORKER_TIMEOUT_S = 180.0
 SSH = ["ssh", "-i", "~/ray_bootstrap_key.pem", "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=no"]
 SSH += ["-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR"]
@@ -40,25 +43,35 @@ def main(role: str) -> None:
         with ThreadPoolExecutor(16) as pool:
             problems += pool.map(lambda worker: _restart_worker(worker, head, file.auth["ssh_user"]), workers)
         if not any(problems):
-            print(f"the new code runs on the head and {len(workers)} workers")
+            print(f"the new code runs on the head and {len(workers)} worker{'' if len(workers) == 1 else 's'}")
     if found := [problem for problem in problems if problem]:
         sys.exit("; ".join(found))
 
 
 def _restart_here(commands: list[str]) -> str:
     """Run the commands that start a module of raymill.node. Return what is wrong with the new watchdog, or ""."""
+    earlier, deadline = process.running(WATCHDOG), time.monotonic() + TIMEOUT_S
     for command in commands:
         if "-m raymill.node." in command:
             # with no pipe to this process's own output, at whose end ssh would wait for the end of the new process
-            subprocess.run([*SHELL, f"source ~/.bashrc; {command}"], check=True, **QUIET)
-    time.sleep(2 * state.INTERVAL_S)  # by then, the earlier watchdog has ended
-    started = time.time()
-    while state.LEASE.stat().st_mtime < started:
-        if time.time() > started + TIMEOUT_S:
+            subprocess.run([*SHELL, f"source ~/.bashrc; {command}"], **QUIET)
+    while not _works(earlier):
+        if time.monotonic() > deadline:
             lines = state.LOG_FILE.read_text(errors="replace").splitlines()[-1:] or ["its log is empty"]
             return f"the watchdog of {os.uname().nodename} does not work with the new code ({lines[0]})"
         time.sleep(1)
     return ""
+
+
+def _works(earlier: psutil.Process | None) -> bool:
+    """Return whether another watchdog than the earlier one runs, and has renewed the lease since it took over.
+
+    The earlier one goes on renewing the lease if the new one ends before it takes over, for example at an import.
+    """
+    now = process.running(WATCHDOG)
+    if now is None or now == earlier:
+        return False
+    return state.LEASE.stat().st_mtime > process.pid_file(WATCHDOG).stat().st_mtime
 
 
 def _restart_worker(worker: Instance, head: Instance, user: str) -> str:

@@ -381,18 +381,21 @@ class Naps:
             raise InterruptedError
 
 
-def test_a_restarted_process_ends_the_earlier_one(tmp_path: Path) -> None:
-    first, second = take_over(tmp_path), take_over(tmp_path)
+@pytest.mark.parametrize(
+    "earlier", ["raymill.node.pretended", "cluster.node.pretended"]
+)  # the second: before an upgrade
+def test_a_restarted_process_ends_the_earlier_one(tmp_path: Path, earlier: str) -> None:
+    first, second = take_over(tmp_path, earlier), take_over(tmp_path)
     assert first.wait(30) < 0
     assert second.poll() is None
     second.kill()
     second.wait()
 
 
-def take_over(home: Path) -> subprocess.Popen[str]:
+def take_over(home: Path, module: str = "raymill.node.pretended") -> subprocess.Popen[str]:
     """Start a process that takes over, and return it when it has."""
     process = subprocess.Popen(
-        [sys.executable, "-c", TAKE_OVER, "raymill.node.pretended"],
+        [sys.executable, "-c", TAKE_OVER, module],
         cwd=settings.PROJECT,
         env=os.environ | {"HOME": str(home)},
         stdout=subprocess.PIPE,

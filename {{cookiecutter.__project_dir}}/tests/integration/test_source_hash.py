@@ -23,7 +23,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in settings.PROJECT.glob("*.py"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(node_code, "ON_NODES", tmp_path / "raymill" / "node")
-    monkeypatch.setattr(launcher_file, "AT_START", tmp_path / "raymill" / "serving" / "haproxy.py")
+    monkeypatch.setattr(launcher_file, "AT_START", tmp_path / "raymill" / "serving")
     monkeypatch.setattr(settings, "PROJECT", tmp_path)
     return tmp_path
 
@@ -53,9 +53,10 @@ def test_an_edit_of_the_watchdog_does_not_set_up_the_head_again(project: Path) -
     assert launcher_file.resolved(cluster_file.load()).digest == before
 
 
-def test_an_edit_of_what_ray_starts_with_does(project: Path) -> None:
+@pytest.mark.parametrize("name", ["haproxy.py", "haproxy.sh", "haproxy_defaults.cfg", "haproxy_frontend.cfg"])
+def test_an_edit_of_what_ray_starts_with_does(name: str, project: Path) -> None:
     before = launcher_file.resolved(cluster_file.load()).digest
-    edit(project / "raymill" / "serving" / "haproxy.py")
+    edit(project / "raymill" / "serving" / name)
     assert launcher_file.resolved(cluster_file.load()).digest != before
 
 

@@ -67,5 +67,5 @@ def test_each_verb_prints_the_notes(
     tasks.start("tasks")
     assert capsys.readouterr().err == (
         "note: tasks.py line 1 imports settings, which is now raymill.settings\n"
-        "note: these notes appear until you have done what they say; then run: inv test\n"
+        "note: you will see these notes until you have made these changes. Then run: inv test\n"
     )
