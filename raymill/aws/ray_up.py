@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+from ray.autoscaler import sdk
+
 from raymill import settings
 from raymill.aws.launcher_file import FILE
 from raymill.common import aws_session, cluster_file
@@ -13,6 +15,7 @@ from raymill.errors import UserError
 from raymill.ray_support.private import cluster_launcher
 
 LOG = settings.PROJECT / ".cluster" / "up.log"
+COPY = "rsync-up"
 STEP = re.compile(r"updater\.py.*\[(\d+)/(\d+)\]\s+(.*)")
 COLOR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -25,7 +28,7 @@ def up() -> None:
 
 def copy_files() -> None:
     """Copy the `file_mounts` to the running head. Raises `UserError` if that fails."""
-    _run("rsync-up")
+    _run(COPY)
 
 
 def _run(name: str, *options: str) -> float:
@@ -66,6 +69,10 @@ def _reason() -> str:
     return lines[-1][:300] if lines else "no output"
 
 
-if __name__ == "__main__":  # the process that `up` starts
+if __name__ == "__main__":  # the process that `_run` starts
     aws_session.start(cluster_file.load().region)
-    cluster_launcher.main()
+    if sys.argv[1] == COPY:
+        # Ray's own command would read a cached configuration from /tmp, which another user of this machine may write
+        sdk.rsync(sys.argv[2], source=None, target=None, down=False, no_config_cache=True)
+    else:
+        cluster_launcher.main()
