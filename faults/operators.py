@@ -77,6 +77,7 @@ def watchdog_changes(harness: Harness) -> str:
         with replaced_file(WATCHDOG, code.replace(line, broken)):
             output = run_verb("up", exit_code=1)
             assert "does not work with the new code" in output, output
+            assert worker.id not in output, output  # it keeps the code that works
     assert "the new code runs on the head and 1 worker" in run_verb("up")
     assert [one.id for one in harness.workers()] == [worker.id]
     assert harness.is_running(job), harness.log(job)

@@ -28,7 +28,10 @@ def follow(file: ClusterFile, running: instances.Instance) -> None:
     try:
         print(ssh.find_head(file).run("cd ~/project && python -m raymill.node.restart head").strip())
     except UserError as error:
-        raise UserError(f"{error}. Correct that, then run: inv up --target {TARGET}") from None
+        raise UserError(
+            f"{error}. Without a watchdog, a machine shuts down after ten minutes, so correct that now, then run: "
+            f"inv up --target {TARGET}"
+        ) from None
     head.tag(file, {instances.NODE_CODE_TAG: current})
 
 

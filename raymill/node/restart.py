@@ -36,16 +36,16 @@ SHELL = ["bash", "--login", "-i", "-c"]
 def main(role: str) -> None:
     """Restart the processes of this node and, on the head, those of all workers. Exit with 1 if one does not run."""
     file = cluster_file.load()
-    problems = [_restart_here(file.content[f"{role}_start_ray_commands"])]
+    if problem := _restart_here(file.content[f"{role}_start_ray_commands"]):
+        sys.exit(problem)  # and the workers keep the earlier code, which works
     if role == "head":
         aws_session.start(file.region)
         head, *workers = [one for one in instances.living(file) if one.state == "running"]
         with ThreadPoolExecutor(16) as pool:
-            problems += pool.map(lambda worker: _restart_worker(worker, head, file.auth["ssh_user"]), workers)
-        if not any(problems):
-            print(f"the new code runs on the head and {len(workers)} worker{'' if len(workers) == 1 else 's'}")
-    if found := [problem for problem in problems if problem]:
-        sys.exit("; ".join(found))
+            found = pool.map(lambda worker: _restart_worker(worker, head, file.auth["ssh_user"]), workers)
+        if problems := [problem for problem in found if problem]:
+            sys.exit("; ".join(problems))
+        print(f"the new code runs on the head and {len(workers)} worker{'' if len(workers) == 1 else 's'}")
 
 
 def _restart_here(commands: list[str]) -> str:
