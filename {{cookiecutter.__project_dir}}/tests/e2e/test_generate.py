@@ -12,8 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
-from processes import children
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs import generate
@@ -100,13 +98,15 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
     survivors = run_and_kill(options)
     killed = {row["id"] for row in read(options)}
     output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(output):
+    killed_at = Path(options.output).with_name("killed-at")
+    fault = KillOnce(options, len(killed), killed_at)
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(output):
         patched.setattr("raymill.ray_support.progress.PROGRESS_INTERVAL_S", 0.5)
         # small batches, so that the first file is written long before the engine has answered all rows
         patched.setattr(vllm_stage, "BATCH_ROWS", options.rows_per_file)
-        engine_killed_at = pool.submit(kill_the_engine, options)
+        patched.setattr(tracked_engine, "track", functools.partial(track_with_fault, fault, tracked_engine.track))
         generate.main(options)
-    return KilledRuns(options, prompts, killed, survivors, engine_killed_at.result(), output.getvalue())
+    return KilledRuns(options, prompts, killed, survivors, int(killed_at.read_text()), output.getvalue())
 
 
 def write_rows(folder: Path) -> dict[str, Any]:
@@ -143,26 +143,27 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
     return left
 
 
-def kill_the_engine(options: GenerateOptions) -> int:
-    """Kill the engine once the run has written another file. Return the number of rows answered by then."""
-    folder, deadline = Path(options.output, "answers"), time.monotonic() + 240
-    engines: list[int] = []
-    files = 0
-    while not engines or len(list(folder.glob("*.parquet"))) == files:
-        assert time.monotonic() < deadline
-        if not engines:
-            engines, files = _engines(), len(list(folder.glob("*.parquet")))
-        time.sleep(0.02)
-    # no second search, because it takes seconds on a busy machine, and the run may end before; a fork of the engine has
-    # the same name, and may be gone
-    for pid in engines:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return len(read(options))
+class KillOnce:
+    """Makes one row fatal: the first one after the run has written another file.
 
+    Holds rows back until then, so that the engine cannot finish first. Saves the number of rows answered by then in
+    the file `killed_at`.
+    """
 
-def _engines() -> list[int]:
-    return [pid for pid, name in children().items() if name.startswith("VLLM::EngineCore")]
+    def __init__(self, options: GenerateOptions, before: int, killed_at: Path) -> None:
+        self._options, self._before, self._killed_at = options, before, killed_at
+        self._rows = 0
+
+    async def __call__(self, row: dict[str, Any]) -> bool:
+        self._rows += 1
+        if self._rows <= 8 * self._options.rows_per_file:  # the batches that the engine holds at once
+            return False
+        while (answered := len(read(self._options))) == self._before:
+            await asyncio.sleep(0.1)
+        with contextlib.suppress(FileExistsError), self._killed_at.open("x") as file:
+            file.write(str(answered))
+            return True
+        return False
 
 
 def _is_engine(pid: int) -> bool:
@@ -286,7 +287,7 @@ def test_a_row_that_crashes_the_engine_twice_stops_the_run_and_can_be_skipped(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(tracked_engine, "track", functools.partial(track_with_fault, "q33", tracked_engine.track))
+    monkeypatch.setattr(tracked_engine, "track", functools.partial(track_with_fault, is_q33, tracked_engine.track))
     names = [f"q{number}" for number in range(80)]
     asked = [json.dumps({"id": name, "prompt": f"What is {name}"}) for name in names]
     (tmp_path / "rows.jsonl").write_text("\n".join(asked))
@@ -302,8 +303,15 @@ def test_a_row_that_crashes_the_engine_twice_stops_the_run_and_can_be_skipped(
     assert "1: skipped by --skip-ids" in capsys.readouterr().out
 
 
-def track_with_fault(row_id: str, track: Callable[..., None], processor: Any, tracker: Any) -> None:
-    """Do the same as `track`, and also kill the real engine whenever it gets the row with this id."""
+async def is_q33(row: dict[str, Any]) -> bool:
+    return row["id"] == "q33"
+
+
+def track_with_fault(
+    is_fatal: Callable[[dict[str, Any]], Awaitable[bool]], track: Callable[..., None], processor: Any, tracker: Any
+) -> None:
+    """Do the same as `track`, and also kill the real engine whenever it gets a row that is fatal."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the engine's process cannot import this module
 
     class FaultyEngine(tracked_engine.TrackedEngine):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -312,7 +320,7 @@ def track_with_fault(row_id: str, track: Callable[..., None], processor: Any, tr
 
             async def generate_async(row: dict[str, Any]) -> Any:
                 answer = asyncio.ensure_future(generate_async_unpatched(row))
-                if row["id"] == row_id:
+                if await is_fatal(row):
                     # wait until vLLM has sent the row, as in a real crash; an earlier kill may make vLLM hang
                     while self.llm.engine.output_handler is None:
                         await asyncio.sleep(0.001)
