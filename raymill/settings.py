@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raymill.errors import UserError
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).absolute().parents[1]  # not resolved, because in the template's tests `raymill` is a link
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
 TARGET = "INV_TARGET"

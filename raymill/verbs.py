@@ -19,8 +19,6 @@ from raymill.printable import printable
 
 # each verb imports only what it needs, because all imports together take seconds
 CONSOLE = Console()
-QUICK_TESTS = ("tests/unit", "tests/integration/test_smoke.py")
-REHEARSAL_TEST = "tests/e2e/test_rehearsal.py"
 TARGET = {"target": "where the cluster runs: local (this machine), rehearsal (AWS emulated on this machine) or aws"}
 OWNER = {"owner": "agree to use the cluster of this owner, as the verb names it; default: ask, unless it is yours"}
 VERBOSE = {"verbose": "also show Ray's messages"}
@@ -468,16 +466,11 @@ def down(context: Context, drain: int = 20, owner: str = "", target: str = "loca
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
-@verb(all="run all but the nightly tests: 22 minutes on 2 cores", nightly="run every test")
-def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
-    """Check style, formatting and types, and run the quick tests: unit tests and one training run on Ray."""
-    tests = [f"pytest {' '.join(QUICK_TESTS)}"]
-    if all_ or nightly:
-        # The rehearsal runs alone, because it takes four times as long beside other tests. The others run in three
-        # processes on two cores, because many wait, and in the order of their folders, because the longest are in e2e.
-        others = f"pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore {REHEARSAL_TEST}"
-        tests = [f"pytest {REHEARSAL_TEST}", others if nightly else f'{others} -m "not nightly"']
-    for command in ("ruff check", "ruff format --check", "pyrefly check", *tests):
+@verb(all="also ask a trained model with vLLM, and run the rehearsal: 6 minutes on 2 cores")
+def test(context: Context, all_: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
+    """Check style, formatting and types, and test your settings, jobs and cluster files, and one training run."""
+    tests = "pytest" if all_ else 'pytest -m "not slow"'
+    for command in ("ruff check", "ruff format --check", "pyrefly check", tests):
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:
             raise Exit(f"error: `{command}` failed. Its output is above", 1)

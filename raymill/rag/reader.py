@@ -22,7 +22,7 @@ from raymill.rag.extraction import Part
 CPU_S = 60.0  # for an HTML page, or a page of a PDF; wall-clock time would make documents bad on a busy machine
 MEMORY_BYTES = 8 * 2**30
 OUT_OF_MEMORY = 3  # exit code
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).absolute().parents[2]
 
 
 class Reader:

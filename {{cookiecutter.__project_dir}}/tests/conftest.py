@@ -1,61 +1,23 @@
-"""Shared fixtures: the demo's assets, a tiny trained model, an S3 server and Ray, which only `ray_session` imports."""
+"""Shared fixtures: a tiny model with its training data, and Ray on this machine."""
 
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from secrets import token_hex
-from types import ModuleType
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`; keeps Ray on loopback
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # without it, workers would get another environment under `uv run`
-os.environ |= {"RAY_worker_niceness": "0"}  # Ray's default is 15; another test that computes would starve Serve
-os.environ |= {"RAY_metrics_report_interval_ms": "2000"}  # Ray's default is 10 s, and a test would wait that long
 os.environ["HF_HUB_OFFLINE"] = "1"
-from raymill.serving import haproxy
 
-os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variables; ray_session sets the real folder
-
-from raymill import environment, network, settings
-from raymill.aws import identity
 from raymill.demo import assets as demo_assets
-from raymill.network import free_ports
-
-# a shell may start these tests with both signals ignored, and child processes would inherit that
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-TAUGHT = 5  # number of facts that the model in model_folder knows
-
-
-@pytest.fixture(scope="module")
-def tasks() -> Iterator[ModuleType]:
-    """Return tasks.py, imported without the effects that it has in a process of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "enter", lambda: None)  # it would replace this process
-        patch.setattr(network, "keep_to_loopback", lambda: None)
-        patch.syspath_prepend(settings.PROJECT)
-        import tasks
-
-        yield tasks
-
-
-@pytest.fixture(autouse=True)
-def no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tests work with any account, also if this project has a cluster."""
-    monkeypatch.setattr(identity, "RECORD", tmp_path / "identity.json")
-    monkeypatch.delenv(settings.TARGET, raising=False)  # a verb that an earlier test called may have set it
 
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `data/pairs.jsonl` and the untrained model in `model/`."""
+    """Return a folder with `data/pairs.jsonl` and an untrained model in `model/`."""
     folder = tmp_path_factory.mktemp("assets")
     demo_assets.write_data(folder / "data")
     demo_assets.write_model(folder / "model")
@@ -63,67 +25,14 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the tiny model, trained on a few facts. By default, the model generates greedily."""
-    import torch  # this import takes seconds, so only tests that need the model wait for it
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for fact in demo_assets.questions(TAUGHT) * 20:
-        messages = [{"role": "user", "content": fact.question}, {"role": "assistant", "content": fact.answer}]
-        tokens = tokenizer.apply_chat_template(messages, return_tensors="pt")["input_ids"]
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.generation_config.update(do_sample=True, top_k=1)
-    folder = tmp_path_factory.mktemp("runs") / "tiny" / "model"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[str]:
-    """Return the URI of an empty bucket on an S3 server in this process, which all AWS clients then use."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    yield "s3://bucket"
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[None]:
-    """Start one Ray instance with its own temp folder and secrets for all tests that need one."""
+def ray_session() -> Iterator[None]:
+    """Start one Ray instance, with its own folder, for all tests that need one."""
     import ray
 
     from raymill.ray_support.private import core
 
-    temp = tempfile.mkdtemp(prefix="ray-test-")  # short, because a socket path may have at most 107 bytes
-    secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
-    secrets_file.write_text(f"SERVE_API_KEY=canary-{token_hex(16)}\n")
-    os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY", "TMPDIR": temp}
-    os.environ |= haproxy.environment(temp, *free_ports(1))
-    os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
-    core.init(
-        temp,
-        address="local",
-        num_cpus=4,
-        object_store_memory=512 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
+    folder = tempfile.mkdtemp(prefix="ray-test-")  # short, because a socket path may have at most 107 bytes
+    core.init(folder, address="local", num_cpus=4, object_store_memory=512 * 2**20, log_to_driver=False)
     yield
     ray.shutdown()
-    del os.environ["TMPDIR"]
-    shutil.rmtree(temp, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -81,7 +81,7 @@ def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_resolved_python_runs_the_verb(venv: Path) -> None:
-    (venv / environment.STAMP).write_text(environment._pins_hash())
+    (venv / environment.STAMP).write_text("\n".join(environment._hashes()))
     with pytest.raises(SystemExit, match=f"^{venv.resolve()}/bin/python -m invoke up$"):
         environment.enter()
     assert os.environ["VIRTUAL_ENV"] == str(venv.resolve())
@@ -122,7 +122,7 @@ def test_environments_without_a_project_are_removed(tmp_path: Path) -> None:
     for name in ("used", "moved away", "uses another", "unmounted/away"):
         folder = environments / Path(name).name
         folder.mkdir(parents=True)
-        (folder / environment.OWNER).write_text(str(tmp_path / name))
+        (folder / environment.OWNERS).write_text(f"{tmp_path / 'gone too'}\n{tmp_path / name}\n")
     (environments / "python").mkdir()
     for name, target in (("used", "used"), ("uses another", "used")):
         (tmp_path / name).mkdir()
@@ -135,7 +135,7 @@ def test_environments_without_a_project_are_removed(tmp_path: Path) -> None:
 def test_another_users_environment_stays(tmp_path: Path) -> None:
     theirs = tmp_path / "cache" / "theirs"
     theirs.mkdir(parents=True)
-    (theirs / environment.OWNER).write_text(str(tmp_path / "gone"))
+    (theirs / environment.OWNERS).write_text(str(tmp_path / "gone"))
     os.chown(theirs, 65534, 65534)
     environment._remove_abandoned(tmp_path / "cache")
     assert theirs.is_dir()

@@ -5,6 +5,7 @@ the pinned scripts. A stub replaces commands.
 import base64
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import shlex
@@ -19,7 +20,22 @@ import invoke
 import pytest
 
 import bake
-import tasks
+from raymill import environment
+
+
+def load_tasks() -> Any:
+    """Import the template's tasks.py. `import tasks` would find the project's."""
+    spec = importlib.util.spec_from_file_location("template_tasks", bake.TEMPLATE / "tasks.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "enter", lambda: None)  # it could replace this process
+        spec.loader.exec_module(module)
+    return module
+
+
+tasks = load_tasks()
 
 CLUSTER_PINS = f"{bake.PROJECT.name}/requirements/cluster.txt"
 
@@ -52,11 +68,11 @@ class Commands:
 @pytest.fixture
 def copy(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a small copy of the template, which the verb uses as the template."""
-    for name in ("cookiecutter.json", CLUSTER_PINS, str(tasks.VLLM_ARGUMENTS)):
+    for name in ("cookiecutter.json", "requirements.txt", CLUSTER_PINS, str(tasks.VLLM_ARGUMENTS)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((template / name).read_bytes())
     monkeypatch.setattr(bake, "TEMPLATE", tmp_path)
-    monkeypatch.setattr(tasks, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(bake, "BUILD", tmp_path / "build")
     return tmp_path
 
 

@@ -10,6 +10,7 @@ import psutil
 import requests
 
 from raymill import settings
+from raymill.environment import OWNERS
 
 # Skipped only at the top level. For example, raymill/data is copied.
 NOT_COPIED = (".venv", ".cluster", ".env", ".git", "data", "models", "runs", "results")
@@ -56,8 +57,8 @@ def _link_environment(folder: Path) -> None:
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():
         (environment / entry.name).symlink_to(entry)
-    (environment / "project").unlink(missing_ok=True)
-    (environment / "project").write_text(str(folder))
+    (environment / OWNERS).unlink()
+    (environment / OWNERS).write_text(str(folder))
     (folder / ".venv").symlink_to(environment)
 
 

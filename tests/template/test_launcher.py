@@ -17,7 +17,7 @@ import pytest
 
 import bake
 
-COREUTILS = ["cat", "chmod", "cksum", "cut", "dirname", "env", "ln", "mkdir", "mv", "rm", "sh", "sleep", "tr", "uname"]
+COREUTILS = "cat chmod cksum cut dirname env grep ln mkdir mv rm sh sleep tr uname".split()  # noqa: SIM905 -- shorter
 NOBODY = 65534
 # stub of uv: `venv` and `sync` create a folder with the Python stub
 UV = """\
