@@ -1,9 +1,11 @@
 """Generates the project in which the tests of the library run. Its `raymill` is a link to the library's source."""
 
 import atexit
+import contextlib
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import bake
@@ -30,5 +32,14 @@ def make(folder: Path) -> Path:
     bake.bake(folder)
     shutil.rmtree(folder / bake.LIBRARY.name)
     (folder / bake.LIBRARY.name).symlink_to(bake.LIBRARY)
-    bake.share_environment(folder)
+    (folder / ".venv").symlink_to(sys.prefix)
     return folder
+
+
+@contextlib.contextmanager
+def complete_project(name: str) -> Iterator[Path]:
+    """Yield a project with its own copy of the library, because an emulated AWS copies no links to its machines."""
+    folder = bake.bake(Path(f"{os.environ[FOLDER]}-{name}"))
+    (folder / ".venv").symlink_to(sys.prefix)
+    yield folder
+    shutil.rmtree(folder)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import skeleton
 
+import bake
 import faults
 from faults.catalog import FAULTS, Fault
 from raymill import settings
@@ -31,14 +34,16 @@ FOREIGN = {
 @pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 def test_a_cluster_handles_two_faults() -> None:
     """`./inv faults` runs all fault tests, which takes an hour."""
-    done = subprocess.run(
-        [sys.executable, "-m", "faults", "full disk,another account"],
-        cwd=settings.PROJECT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=3600,  # in case the tests hang
-    )
+    with skeleton.complete_project("faults") as project:
+        done = subprocess.run(
+            [sys.executable, "-m", "faults", "full disk,another account"],
+            cwd=project,
+            env=os.environ | {"PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=3600,  # in case the tests hang
+        )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("✓") == 2
 
