@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from emulator.emulated_account import EmulatedAccount, serve
 from raymill import settings
 from raymill.aws import launcher_file, prepare
 from raymill.common import cluster_file
-from tests.emulator.emulated_account import EmulatedAccount, serve
 
 # a shell may start these tests with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,12 +8,12 @@ from botocore.exceptions import ClientError
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.spot_requests import SpotInstanceRequest
 
+from emulator.emulated_account import EmulatedAccount
 from raymill.aws import aws_errors, deletion, guard, prepare, secrets_manager, stack, teardown
 from raymill.aws.target import Aws
 from raymill.common import instances
 from raymill.emulator.deletions import GONE
 from raymill.emulator.moto_instances import ACCOUNT, IMAGE
-from tests.emulator.emulated_account import EmulatedAccount
 
 
 @pytest.fixture(autouse=True)

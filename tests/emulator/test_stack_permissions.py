@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from moto.iam.models import iam_backends
 
+from emulator.emulated_account import EmulatedAccount
 from raymill.aws import guard, load_balancer, prepare, secrets_manager, stack
 from raymill.aws.doctor import checks, permissions
 from raymill.aws.target import Aws
 from raymill.emulator import iam, registry, stack_updates
 from raymill.emulator.moto_instances import ACCOUNT
 from raymill.errors import UserError
-from tests.emulator.emulated_account import EmulatedAccount
 
 BOUNDARY = f"arn:aws:iam::{ACCOUNT}:policy/limits"
 OPTIONS = {

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from moto.cloudformation.models import cloudformation_backends
 
+from emulator.emulated_account import EmulatedAccount
 from raymill.aws import guard, key_pair, prepare, stack, teardown, vpc
 from raymill.aws.target import Aws
 from raymill.emulator.moto_instances import ACCOUNT
 from raymill.errors import UserError
-from tests.emulator.emulated_account import EmulatedAccount
 
 DURATION_S = 0.5
 

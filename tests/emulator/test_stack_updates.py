@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from emulator.emulated_account import EmulatedAccount
 from raymill.aws import launcher_file, prepare, stack, teardown
 from raymill.aws.target import Aws
 from raymill.common import instances
 from raymill.emulator import registry, stack_resources, stack_updates
 from raymill.emulator.moto_instances import ACCOUNT
 from raymill.errors import UserError
-from tests.emulator.emulated_account import EmulatedAccount
 
 NETWORK, BUDGET, CAPACITY, IAM = "cluster.network", "cluster.budget", "cluster.capacity", "cluster.iam"
 BOUNDARY = f"arn:aws:iam::{ACCOUNT}:policy/limits"

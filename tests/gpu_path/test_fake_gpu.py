@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.gpu_path.conftest import Run
+from gpu_path.conftest import Run
 
 MEMORY = """
 import json, resource, torch

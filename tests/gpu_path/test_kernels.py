@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gpu_path.conftest import Run
+from gpu_path.conftest import Run
 
 KERNELS = """
 import sys

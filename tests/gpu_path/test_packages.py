@@ -2,8 +2,8 @@
 
 import pytest
 
+from gpu_path.conftest import Run
 from raymill import job_scripts
-from tests.gpu_path.conftest import Run
 
 EXTENSIONS = (
     "bitsandbytes",

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 from published_models import MODELS
 
+from gpu_path.conftest import Run
 from raymill.planner import serving
 from raymill.planner.shape import shape_of
-from tests.gpu_path.conftest import Run
 
 ENGINE = """
 import os, sys

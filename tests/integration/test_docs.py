@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ray.train import Checkpoint
 from ray.train.torch import TorchTrainer, get_device
 
+import bake
 from raymill import job_scripts, settings
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes import torchrun
@@ -163,8 +164,8 @@ def test_a_module_can_be_started(page: str, command: str) -> None:
 @pytest.mark.parametrize(("page", "name"), _named(r"test_\w+\.py::test_\w+"))
 def test_a_named_test_exists(page: str, name: str) -> None:
     file, _, function = name.partition("::")
-    tree = ast.parse(next((settings.PROJECT / "tests").rglob(file)).read_text(encoding="utf-8"))
-    assert function in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (bake.TEMPLATE / "tests").rglob(file)]
+    assert function in [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from raymill import settings
+import bake
 
 CODE = """
 import sys
@@ -14,5 +14,5 @@ sys.exit(code or bool({"ray", "vllm"} & set(sys.modules)))
 
 
 def test_unit_tests_import_neither_ray_nor_vllm() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=settings.PROJECT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=bake.TEMPLATE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
