@@ -207,7 +207,7 @@ def test_uv_is_installed_with_pip_on_an_externally_managed_python(with_pip: Mach
     done = machine.inv("up")
     assert (done.returncode, done.stdout) == (0, "[up]"), done
     assert (machine.project / ".cluster" / "uv" / "bin" / "uv").is_file()
-    assert machine.kept() <= {".cache", ".cache/ray-llm", ".cache/pip"}
+    assert machine.kept() <= {".cache", ".cache/raymill", ".cache/pip"}
 
 
 def test_uv_is_installed_with_its_installer_without_pip(machine: Machine) -> None:
@@ -215,21 +215,21 @@ def test_uv_is_installed_with_its_installer_without_pip(machine: Machine) -> Non
     done = machine.inv("up")
     assert (done.returncode, done.stdout) == (0, "[up]"), done
     assert (machine.project / ".cluster" / "uv" / "bin" / "uv").is_file()
-    assert machine.kept() == {".cache", ".cache/ray-llm"}
+    assert machine.kept() == {".cache", ".cache/raymill"}
 
 
 def test_uv_on_path_is_used(with_uv: Machine) -> None:
     done = with_uv.inv("up")
     assert (done.returncode, done.stdout) == (0, "[up]"), done
     assert f"uv={with_uv.bin / 'uv'} " in done.stderr
-    assert f"pythons={with_uv.home}/.cache/ray-llm/python " in done.stderr
+    assert f"pythons={with_uv.home}/.cache/raymill/python " in done.stderr
     assert not (with_uv.project / ".cluster").exists()
 
 
 def test_the_environment_has_no_space_in_its_path(with_uv: Machine) -> None:
     done = with_uv.inv("up")
     environment = (with_uv.project / ".venv").readlink()
-    assert environment.parent == with_uv.home / ".cache" / "ray-llm"
+    assert environment.parent == with_uv.home / ".cache" / "raymill"
     assert environment.name.startswith("project-")
     assert f"python={environment}/bin/python " in done.stderr
 
@@ -243,7 +243,7 @@ def test_a_cache_that_links_to_a_path_with_a_space_is_not_used(with_uv: Machine)
     plain = with_uv.root / "plain"
     with_uv.project.rename(plain)
     assert with_uv.inv("up", folder=plain).returncode == 0
-    assert (plain / ".venv").readlink().parent == plain / ".cluster" / "cache" / "ray-llm"
+    assert (plain / ".venv").readlink().parent == plain / ".cluster" / "cache" / "raymill"
 
 
 @pytest.mark.parametrize("name", ["CDPATH", "UV_PYTHON", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT"])
@@ -346,8 +346,8 @@ def test_with_a_read_only_home_the_cache_is_in_the_project(with_uv: Machine) -> 
     done = with_uv.inv("up", folder=plain)
     assert (done.returncode, done.stdout) == (0, "[up]"), done
     assert f"cache={plain}/.cluster/cache\n" in done.stderr
-    assert f"pythons={plain}/.cluster/cache/ray-llm/python " in done.stderr
-    assert (plain / ".venv").readlink().parent == plain / ".cluster" / "cache" / "ray-llm"
+    assert f"pythons={plain}/.cluster/cache/raymill/python " in done.stderr
+    assert (plain / ".venv").readlink().parent == plain / ".cluster" / "cache" / "raymill"
 
 
 @pytest.mark.parametrize("home", ["closed", "with a space", "nowhere"])

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 from packaging.requirements import Requirement
 
 import bake
+import raymill
 
 VERSIONS = {
     name[1:]: version
     for name, version in json.loads((bake.TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8")).items()
     if re.fullmatch(r"_[a-z]+", name) and isinstance(version, str)
 }
+OWN_VERSION = VERSIONS.pop("version")
 PACKAGES = ("ray", "torch", "transformers", "deepspeed", "vllm")
 
 
@@ -39,6 +42,17 @@ def versions(project: Path, name: str) -> dict[str, set[str]]:
             requirement = Requirement(line)
             found.setdefault(requirement.name, set()).add(str(requirement.specifier).removeprefix("=="))
     return found
+
+
+def test_the_version_of_raymill_is_the_same_everywhere(template: Path) -> None:
+    assert raymill.__version__ == OWN_VERSION
+    tables = tomllib.loads((template / "pyproject.toml").read_text(encoding="utf-8"))
+    assert tables["project"]["version"] == OWN_VERSION
+    newest = re.search(r"^## (\S+)", (template / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest
+    assert newest[1] == OWN_VERSION
+    done = subprocess.run([template / "inv", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"Raymill {OWN_VERSION}\n"
 
 
 def test_six_versions_are_pinned() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -211,7 +212,7 @@ def test_an_upgrade_merges_the_templates_changes_with_yours(home: Home, tmp_path
     done = home.upgrade(project)
     assert done.returncode == 0, done
     assert done.stderr == ""
-    assert done.stdout.endswith(f"## Unreleased\n### Added\n{NEW_ENTRY}\n"), done.stdout
+    assert re.search(rf"\n## \d.*\n### Added\n{NEW_ENTRY}\n$", done.stdout), done.stdout
     assert "warning: aws_region 'us-east-1' does not offer" in done.stdout
     merged = settings.read_text(encoding="utf-8")
     assert merged.startswith(OWN_SETTING)
