@@ -25,10 +25,10 @@ from raymill import environment, settings
 from raymill.demo import assets
 from raymill.demo.assets import Fact
 from raymill.errors import UserError
-from raymill.local.head import RaySection
 from raymill.network import free_ports
 from raymill.ray_support import cli  # noqa: F401 - sets variables that `import ray` reads
 from raymill.serving import haproxy
+from raymill.submission import LocalRaySection
 from raymill.training.options import DDPOptions
 
 PEERS = FOLDER.parent / "build" / "bench-peers"
@@ -173,7 +173,7 @@ def one_ray(cpus: int | None = None) -> Iterator[None]:
     """
     import ray
 
-    own = settings.load(RaySection, "ray")
+    own = settings.load(LocalRaySection, "ray")
     temp = tempfile.mkdtemp(prefix="ray-bench-")  # short, because a socket path may have at most 107 bytes
     os.environ |= haproxy.environment(temp, *free_ports(1))
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # state tracking needs the dashboard, which is not started

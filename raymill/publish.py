@@ -16,7 +16,7 @@ from raymill.errors import UserError
 from raymill.model_config import other_parts
 from raymill.ray_support import job_secrets
 from raymill.training import history, model_card, preflight, storage
-from raymill.training.report import OutputSection
+from raymill.training.options import DDPOptions
 
 CARD = "README.md"
 
@@ -29,7 +29,7 @@ def publish(name: str, repository: str, license_id: str, *, public: bool) -> str
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UserError(f"{repository!r} is not the name of a repository. Pass --to OWNER/NAME")
-    output = settings.resolve(settings.load(OutputSection, "train").output)
+    output = settings.resolve(settings.load(DDPOptions, "train").output)
     [run] = history.read_all(output, [name])
     token = os.environ.get("HF_TOKEN") or job_secrets.read(["HF_TOKEN"]).get("HF_TOKEN")
     if not token:

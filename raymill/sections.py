@@ -45,15 +45,15 @@ class Entry:
 
 
 SECTIONS = (
-    Entry("raymill.local.head.RaySection", ("ray",), ("local",)),
+    Entry("raymill.submission.LocalRaySection", ("ray",), ("local",)),
     Entry("raymill.submission.UploadSection", ("ray",), ("cluster",)),
     Entry("raymill.submission.SecretsSection", ("secrets",)),
     Entry("raymill.common.limits.LimitsSection", ("limits",), ("cluster",)),
     Entry("raymill.aws.budget.BudgetSection", ("budget",), ("cluster",)),
     Entry("raymill.common.bucket.StorageSection", ("storage",), ("cluster",)),
-    Entry("raymill.aws.vpc.NetworkSection", ("network",), ("cluster",)),
+    Entry("raymill.ray_support.aws_sections.NetworkSection", ("network",), ("cluster",)),
     Entry("raymill.aws.boundary.IamSection", ("iam",), ("cluster",)),
-    Entry("raymill.aws.reservation.CapacitySection", ("capacity",), ("cluster",)),
+    Entry("raymill.ray_support.aws_sections.CapacitySection", ("capacity",), ("cluster",)),
     Entry("raymill.ray_support.gpu_section.GpuSection", ("gpu",), ("cluster",)),
     Entry("raymill.data.options.PreprocessOptions", ("preprocess",)),
     Entry("raymill.training.options.DDPOptions", ("train",)),

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-from pydantic import ConfigDict
 from ray.job_submission import JobDetails, JobStatus
 
 from raymill import job_output, job_scripts, settings
@@ -43,10 +42,22 @@ class SecretsSection(settings.Section):
 
 
 class UploadSection(settings.Section):
-    """The setting in [ray] that limits the upload."""
+    """[cluster.ray] of settings.toml. [local.ray] has more keys: see `LocalRaySection`."""
 
-    model_config = ConfigDict(extra="ignore")
     working_dir_mib: int
+
+
+class LocalRaySection(UploadSection):
+    """[local.ray] of settings.toml."""
+
+    num_cpus: int
+    object_store_mib: int
+
+
+def _load_upload(profile: str) -> UploadSection:
+    if profile == "local":
+        return settings.load(LocalRaySection, "ray", profile=profile)
+    return settings.load(UploadSection, "ray", profile=profile)
 
 
 def submit(connection: Connection, job: str, arguments: list[str]) -> str:
@@ -58,7 +69,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
     """
     job_scripts.find(job)
     profile = connection.job_variables["PROFILE"]
-    check_size(settings.load(UploadSection, "ray", profile=profile).working_dir_mib)
+    check_size(_load_upload(profile).working_dir_mib)
     secret_names = settings.load(SecretsSection, "secrets", profile=profile).names
     runtime_env = {
         "working_dir": str(settings.PROJECT),

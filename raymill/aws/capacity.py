@@ -9,6 +9,7 @@ from raymill.common import prices
 from raymill.common.cluster_file import ClusterFile, NodeType
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.ray_support import gpu_section
+from raymill.ray_support.aws_sections import NetworkSection
 
 
 def offers(file: ClusterFile) -> list[dict[str, Any]]:
@@ -55,7 +56,7 @@ def _zones(file: ClusterFile, workers: list[NodeType], offered: Offers) -> dict[
 
     The launch templates in stack.yaml have the numbers of the network's zones.
     """
-    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    section = settings.load(NetworkSection, "network", profile="cluster")
     names = vpc.find_network(file, section, offered).zones
     return {worker.name: names[int(_zone(worker)) - 1] if _zone(worker).isdigit() else "" for worker in workers}
 

@@ -16,6 +16,7 @@ from raymill.aws.reservation import Reservation
 from raymill.common import cluster_file
 from raymill.common.cluster_file import CAPACITY_BLOCK, ClusterFile
 from raymill.node.state import BLOCK_END
+from raymill.ray_support.aws_sections import NetworkSection
 
 MOUNTED = ".cluster/cluster.yaml"
 """The file's path in the project's folder, as in `file_mounts`."""
@@ -108,5 +109,5 @@ def _zone_label(file: ClusterFile, reserved: Reservation) -> str:
 
     A zone in which the cluster has no other GPU types has no number, and gets a label of its own.
     """
-    zones = vpc.find_network(file, settings.load(vpc.NetworkSection, "network", profile="cluster")).zones
+    zones = vpc.find_network(file, settings.load(NetworkSection, "network", profile="cluster")).zones
     return str(zones.index(reserved.zone) + 1) if reserved.zone in zones else "reserved"

@@ -1,21 +1,14 @@
 """The load balancer that serves the model over HTTPS, if [cluster.network] names a certificate."""
 
-from pydantic import ConfigDict
-
 from raymill import settings
 from raymill.aws import stack, vpc
 from raymill.common.cluster_file import ClusterFile
 from raymill.errors import UserError
+from raymill.ray_support.aws_sections import NetworkSection
+from raymill.serving.options import ServeOptions
 
 
-class ServeSection(settings.Section):
-    """The port of the served model in [serve]."""
-
-    model_config = ConfigDict(extra="ignore")
-    port: int
-
-
-def stack_parameters(section: vpc.NetworkSection, network: vpc.Network) -> dict[str, str]:
+def stack_parameters(section: NetworkSection, network: vpc.Network) -> dict[str, str]:
     """Return the stack's parameters for a load balancer, or {} if the settings name no certificate.
 
     Raises:
@@ -28,7 +21,7 @@ def stack_parameters(section: vpc.NetworkSection, network: vpc.Network) -> dict[
             "a load balancer needs two zones, but the cluster has only one. Set another region in "
             "cluster/cluster.yaml, or remove certificate from [cluster.network] of settings.toml"
         )
-    port = settings.load(ServeSection, "serve", profile="cluster").port
+    port = settings.load(ServeOptions, "serve", profile="cluster").port
     return {"Certificate": section.certificate, "Clients": section.clients, "ServePort": str(port)}
 
 

@@ -23,6 +23,7 @@ from raymill.aws.deletion import attempt
 from raymill.common import bucket, instances
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.errors import UserError
+from raymill.ray_support.aws_sections import NetworkSection
 
 
 def prepare(file: ClusterFile) -> None:
@@ -36,7 +37,7 @@ def prepare(file: ClusterFile) -> None:
     stack.when_idle(file)  # what follows depends on how a running operation ends
     if problem := bucket.problem(file):
         raise UserError(problem)
-    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    section = settings.load(NetworkSection, "network", profile="cluster")
     offers = zones.offered(file)
     network, efa_cards = vpc.find_network(file, section, offers), vpc.efa_cards(file, section)
     vpc.refuse_first_zone(file, section, network, offers)

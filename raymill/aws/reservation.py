@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import botocore.exceptions
-from pydantic import Field
 
 from raymill import settings
 from raymill.aws import aws_errors, stack
-from raymill.aws.vpc import NetworkSection
 from raymill.common import prices
 from raymill.common.cluster_file import TARGET, ClusterFile
 from raymill.console import Console
 from raymill.errors import UserError
 from raymill.node.state import BLOCK_CLEANUP_S, BLOCK_NOTICE_S
+from raymill.ray_support.aws_sections import CapacitySection, NetworkSection
 
 ENDED = ("expired", "cancelling", "cancelled", "failed", "payment-failed", "unsupported")
 """States of a reservation in which no instance will ever start in it."""
@@ -32,15 +31,6 @@ FIRST_BLOCK = 240
 """The stack's subnet for the reservation is 10.0.240.0/24 in zone a, 10.0.241.0/24 in zone b, and so on."""
 POLL_S = 30
 REMEDY = 'Set another id, or reservation = "", in [cluster.capacity] of settings.toml'
-
-
-class CapacitySection(settings.Section):
-    """[cluster.capacity] of settings.toml."""
-
-    reservation: str = ""
-    """Id of a Capacity Block or an on-demand capacity reservation, as cr-0123456789abcdef0. If empty, there is none."""
-    count: int = Field(0, ge=0)
-    """Number of reserved instances that the cluster may use. If 0, all of them."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from raymill.aws import (
     ssh,
     ssh_config,
     teardown,
-    vpc,
 )
 from raymill.aws.deletion import attempt
 from raymill.aws.past_jobs import PastJobs
@@ -45,6 +44,8 @@ from raymill.env_file import EnvFile
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.node.state import DASHBOARD_PORT
+from raymill.ray_support.aws_sections import NetworkSection
+from raymill.serving.options import ServeOptions
 from raymill.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
 
 JOIN = "is it yours, too?"
@@ -89,7 +90,7 @@ class Aws:
             reservation.refuse_before_start(reserved)
         _require_no_errors(self.doctor(), self.name)
         Console().print(prices.table(file, prices.ask(file)))
-        if costs := settings.load(vpc.NetworkSection, "network", profile=self.profile).costs:
+        if costs := settings.load(NetworkSection, "network", profile=self.profile).costs:
             print(costs)
         reservation.show_costs(file)
         print(changes)
@@ -117,7 +118,7 @@ class Aws:
         return launcher_file.resolved(identity.load())
 
     def _admit_people(self, file: ClusterFile) -> None:
-        section = settings.load(vpc.NetworkSection, "network", profile=self.profile)
+        section = settings.load(NetworkSection, "network", profile=self.profile)
         authorized_keys.install(ssh.find_head(file), section.ssh_keys)
 
     def show_capacity(self, wanted: WantedBlock) -> None:
@@ -141,7 +142,7 @@ class Aws:
 
     def connect(self) -> Connection:
         file = self._file()
-        serve_port = settings.load(load_balancer.ServeSection, "serve", profile=self.profile).port
+        serve_port = settings.load(ServeOptions, "serve", profile=self.profile).port
         ssh_head = ssh.find_head(file)
         ports, token = ssh_head.tunnel(DASHBOARD_PORT, serve_port)
         dashboard, headers = f"http://127.0.0.1:{ports[DASHBOARD_PORT]}", {"Authorization": f"Bearer {token}"}

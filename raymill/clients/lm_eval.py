@@ -24,7 +24,7 @@ from raymill.errors import UserError
 from raymill.printable import printable
 from raymill.ray_support import job_secrets, model_cache
 from raymill.training import storage
-from raymill.training.report import OutputSection
+from raymill.training.options import DDPOptions
 
 LM_EVAL = "lm-eval[api]==0.4.13"
 CONCURRENT = 16
@@ -90,7 +90,7 @@ def run(
 
 def _tokenizer(model: str) -> str:
     """Return the location of the model's tokenizer: the folder of the run, or a hub id."""
-    output = settings.resolve(settings.load(OutputSection, "train").output)
+    output = settings.resolve(settings.load(DDPOptions, "train").output)
     location = f"{output}/{model}/model"
     if storage.list_names(location):
         return model_cache.on_this_node(location, weights=False)

@@ -1,26 +1,9 @@
 """What still costs money when a cluster has ended itself."""
 
-from pydantic import ConfigDict
-
 from raymill import settings
 from raymill.common.cluster_file import TARGET
 from raymill.errors import UserError
-
-
-class NetworkCostsSection(settings.Section):
-    """The keys of [cluster.network] for which AWS charges by the hour."""
-
-    model_config = ConfigDict(extra="ignore")
-    private: bool = False
-    subnets: tuple[str, ...] = ()
-    certificate: str = ""
-
-
-class CapacityCostsSection(settings.Section):
-    """The key of [cluster.capacity] for which AWS may charge by the hour."""
-
-    model_config = ConfigDict(extra="ignore")
-    reservation: str = ""
+from raymill.ray_support.aws_sections import CapacitySection, NetworkSection
 
 
 def describe() -> str:
@@ -30,10 +13,11 @@ def describe() -> str:
     https://aws.amazon.com/secrets-manager/pricing
     """
     try:
-        network = settings.load(NetworkCostsSection, "network", profile="cluster")
-        reserved = settings.load(CapacityCostsSection, "capacity", profile="cluster").reservation
+        network = settings.load(NetworkSection, "network", profile="cluster")
+        reserved = settings.load(CapacitySection, "capacity", profile="cluster").reservation
     except UserError:  # a reason to name everything, and not to say nothing
-        network, reserved = NetworkCostsSection(private=True, certificate="unknown"), "perhaps a capacity reservation"
+        network = NetworkSection(private=True, certificate="unknown", clients="unknown")
+        reserved = "perhaps a capacity reservation"
     costs = ["the secrets (0.40 dollars each per month)"]
     if network.private and not network.subnets:
         costs.insert(0, "the NAT gateway (about 0.05 dollars per hour)")

@@ -10,26 +10,18 @@ import requests
 from ray.job_submission import JobStatus
 
 from raymill import environment as project_environment
-from raymill import settings
 from raymill.console import Console
 from raymill.errors import UserError
 from raymill.job_client import PROBE_JOB, JobClient, Unreachable
 from raymill.local import processes, state
 from raymill.serving import haproxy
+from raymill.submission import LocalRaySection
 
 START_TIMEOUT_S = 90
 ANSWER_TIMEOUT_S = 30
 
 
-class RaySection(settings.Section):
-    """[local.ray] of settings.toml."""
-
-    num_cpus: int
-    object_store_mib: int
-    working_dir_mib: int
-
-
-def start(cluster: dict[str, Any], section: RaySection) -> subprocess.Popen:
+def start(cluster: dict[str, Any], section: LocalRaySection) -> subprocess.Popen:
     """Run `ray start --block` in a new session, so that it outlives this verb. `cluster` is the cluster's state."""
     client, agent, agent_grpc, metrics, runtime_env, proxy = cluster["other_ports"]
     command = [

@@ -16,6 +16,7 @@ from raymill.env_file import EnvFile
 from raymill.errors import UserError
 from raymill.job_client import Unreachable
 from raymill.local import crash_reason, doctor, head, processes, state
+from raymill.submission import LocalRaySection
 from raymill.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
 
 SLOW_START = "timed out during startup"
@@ -39,7 +40,7 @@ class Local:
             print(f"local is already up: {state.read()['dashboard']}")
             return
         _clear()  # remove what a crash has left behind
-        section = settings.load(head.RaySection, "ray", profile=self.profile)
+        section = settings.load(LocalRaySection, "ray", profile=self.profile)
         env_file.create()
         started = time.monotonic()
         try:
@@ -150,7 +151,7 @@ def _clear() -> list[str]:
     return left
 
 
-def _start(section: head.RaySection) -> dict[str, Any]:
+def _start(section: LocalRaySection) -> dict[str, Any]:
     """Start the cluster, and return its state. Raises `UserError` if it does not start."""
     cluster = state.create()
     process = head.start(cluster, section)

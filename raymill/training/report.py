@@ -12,7 +12,6 @@ from typing import Any
 import plotly.graph_objects as go
 from jinja2 import Environment, StrictUndefined
 from plotly.subplots import make_subplots
-from pydantic import ConfigDict
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,6 +19,7 @@ from rich.table import Table
 from raymill import settings
 from raymill.training import data_report, history
 from raymill.training.history import History, Line
+from raymill.training.options import DDPOptions
 
 FILE = settings.PROJECT / "results" / "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -45,13 +45,6 @@ Price = Callable[[str, int], float | None]
 
 Summary = list[dict[str, str]]
 """A table with one row per run. Each row maps column names to cells."""
-
-
-class OutputSection(settings.Section):
-    """The setting in [train] that names the folder of the runs."""
-
-    model_config = ConfigDict(extra="ignore")
-    output: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ def draw(names: Sequence[str], price: Price, console: Console) -> None:
     Raises:
         UserError: there are no runs, one of the names does not exist, or the runs cannot be read.
     """
-    output = settings.resolve(settings.load(OutputSection, "train").output)
+    output = settings.resolve(settings.load(DDPOptions, "train").output)
     runs = history.read_all(output, names)
     summary = summarize(runs, price)
     FILE.parent.mkdir(exist_ok=True)

@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from pydantic import ConfigDict
 
 from raymill import settings
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
+from raymill.ray_support.aws_sections import NetworkSection
 from raymill.settings import inv
 from raymill.training.collectives import any_rank
 
@@ -25,13 +25,6 @@ LOG_VARIABLES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tempfile.gettempdir
 """Environment variables with which a process that uses NCCL must start. NCCL replaces %p with the process id."""
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """On AWS, this file contains the instance type. aws-ofi-nccl reads it, too (src/nccl_ofi_system.cpp)."""
-
-
-class EfaSection(settings.Section):
-    """The setting in [cluster.network] that decides whether training may use TCP."""
-
-    model_config = ConfigDict(extra="ignore")
-    efa: bool = True
 
 
 def require_efa(device: torch.device, world_size: int, local_world_size: int) -> None:
@@ -47,7 +40,7 @@ def require_efa(device: torch.device, world_size: int, local_world_size: int) ->
         return
     any_rank(False, device)  # the first collective makes NCCL choose a network
     log, name = read_log(), machine()
-    may_use_tcp = not settings.load(EfaSection, "network", profile="cluster").efa
+    may_use_tcp = not settings.load(NetworkSection, "network", profile="cluster").efa
     if name in INSTANCE_TYPES and INSTANCE_TYPES[name].efa_cards and not may_use_tcp and find(log) != EFA:
         raise UserError(
             f"{name} has EFA, but NCCL would send gradients over {find(log)}, which is several times slower "

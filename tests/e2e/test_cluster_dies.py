@@ -28,6 +28,7 @@ from raymill.errors import UserError
 from raymill.job_client import Unreachable
 from raymill.local import crash_reason, head, state
 from raymill.local import target as local_target
+from raymill.submission import LocalRaySection
 from raymill.target import Connection
 
 PROBE = '''
@@ -311,7 +312,7 @@ def test_up_fails_if_the_head_dies_during_its_first_job(tmp_path: Path, monkeypa
         monkeypatch.setattr(state, name, tmp_path / file)
     (tmp_path / "head.py").write_text(HEAD)
 
-    def start(cluster: dict, section: head.RaySection) -> subprocess.Popen:
+    def start(cluster: dict, section: LocalRaySection) -> subprocess.Popen:
         command = [sys.executable, str(tmp_path / "head.py"), cluster["dashboard"].rpartition(":")[2]]
         with state.LOG_FILE.open("w") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -331,7 +332,7 @@ def test_a_start_that_a_busy_machine_slows_down_is_tried_again(
         monkeypatch.setattr(state, name, tmp_path / file)
     started = []
 
-    def start(cluster: dict, section: head.RaySection) -> subprocess.Popen:
+    def start(cluster: dict, section: LocalRaySection) -> subprocess.Popen:
         started.append(cluster)
         with state.LOG_FILE.open("w") as log:
             return subprocess.Popen(["echo", f"Exception: {error}"], stdout=log, start_new_session=True)

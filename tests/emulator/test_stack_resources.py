@@ -12,6 +12,7 @@ from raymill.common import cluster_file
 from raymill.common.cluster_file import ClusterFile
 from raymill.emulator import iam, stack_resources, stack_updates
 from raymill.emulator.moto_instances import ACCOUNT
+from raymill.ray_support.aws_sections import NetworkSection
 
 CARDS = 4
 
@@ -28,7 +29,7 @@ def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
 
 def deploy(file: ClusterFile, **changes: str) -> None:
     parameters = {
-        **vpc.find_network(file, vpc.NetworkSection()).stack_parameters,
+        **vpc.find_network(file, NetworkSection()).stack_parameters,
         **{"Private": "no", "Efa": "yes", "Caller": "192.0.2.1/32", "BucketName": "work", "MakeBucket": "yes"},
     }
     stack.deploy(file, parameters | changes, CARDS if changes.get("Private") == "yes" else 1, owner="somebody")
@@ -73,7 +74,7 @@ def test_the_users_subnets_stay_as_they_are(file: ClusterFile) -> None:
     ec2 = file.client("ec2")
     own = [subnet["SubnetId"] for subnet in ec2.describe_subnets()["Subnets"]][:2]
     before = ec2.describe_vpcs()["Vpcs"], ec2.describe_route_tables()["RouteTables"], ec2.describe_subnets()["Subnets"]
-    deploy(file, **vpc.find_network(file, vpc.NetworkSection(subnets=tuple(own))).stack_parameters)
+    deploy(file, **vpc.find_network(file, NetworkSection(subnets=tuple(own))).stack_parameters)
     assert [card["SubnetId"] for zone in (1, 2, 3) for card in interfaces(file, f"gpu-{zone}")] == [*own, own[0]]
     after = ec2.describe_vpcs()["Vpcs"], ec2.describe_route_tables()["RouteTables"], ec2.describe_subnets()["Subnets"]
     assert after == before
@@ -152,9 +153,9 @@ def test_a_budget_exists_only_with_an_address(file: ClusterFile) -> None:
 
 def test_the_zones_stay_the_same(file: ClusterFile) -> None:
     deploy(file)
-    kept = vpc.find_network(file, vpc.NetworkSection()).zones
+    kept = vpc.find_network(file, NetworkSection()).zones
     changed = {name: {"us-east-1f", kept[2]} for name in zones.offered(file)}
-    assert vpc.find_network(file, vpc.NetworkSection(), changed).zones == kept
+    assert vpc.find_network(file, NetworkSection(), changed).zones == kept
 
 
 def test_the_template_is_short_enough_for_the_type_with_most_cards() -> None:

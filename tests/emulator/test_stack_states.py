@@ -14,6 +14,7 @@ from raymill.aws import guard, key_pair, prepare, stack, teardown, vpc
 from raymill.aws.target import Aws
 from raymill.emulator.moto_instances import ACCOUNT
 from raymill.errors import UserError
+from raymill.ray_support.aws_sections import NetworkSection
 
 DURATION_S = 0.5
 
@@ -32,7 +33,7 @@ def slow(account: EmulatedAccount) -> EmulatedAccount:
 
 def deploy(account: EmulatedAccount, caller: str = "203.0.113.7/32", **changes: str) -> str:
     """Deploy the stack as `prepare` does. Return what became of it."""
-    network = vpc.find_network(account.file, vpc.NetworkSection()).stack_parameters
+    network = vpc.find_network(account.file, NetworkSection()).stack_parameters
     fixed = {"Private": "no", "Efa": "no", "Caller": caller, "BucketName": "work", "MakeBucket": "no"}
     return stack.deploy(account.file, network | fixed | changes, 0, owner="somebody")
 

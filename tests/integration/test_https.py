@@ -12,6 +12,7 @@ from raymill.common import cluster_file
 from raymill.common.cluster_file import ClusterFile
 from raymill.emulator import moto_instances, stack_resources
 from raymill.errors import UserError
+from raymill.ray_support.aws_sections import NetworkSection
 
 CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000-0000-000000000000"
 
@@ -29,7 +30,7 @@ def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
 
 
 def prepare_with(file: ClusterFile, monkeypatch: pytest.MonkeyPatch, **network: str) -> None:
-    section = vpc.NetworkSection(**network)
+    section = NetworkSection(**network)
     real = settings.load
 
     def load(section_type: Any, *names: str, **options: Any) -> Any:
@@ -79,10 +80,10 @@ def test_the_load_balancer_forwards_requests_to_the_head(
 @pytest.mark.parametrize("network", [{"certificate": CERTIFICATE}, {"clients": "198.51.100.0/24"}])
 def test_certificate_and_clients_go_together(network: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="set both certificate and clients"):
-        vpc.NetworkSection(**network)
+        NetworkSection(**network)
 
 
 def test_a_load_balancer_needs_two_zones() -> None:
-    section = vpc.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
+    section = NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
     with pytest.raises(UserError, match="a load balancer needs two zones"):
         load_balancer.stack_parameters(section, vpc.Network(["us-east-1a"] * 3))

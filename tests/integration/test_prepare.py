@@ -54,6 +54,7 @@ from raymill.node import spending as node_spending
 from raymill.node import state as node_state
 from raymill.node import watchdog_head
 from raymill.node.spending import Spending
+from raymill.ray_support.aws_sections import NetworkSection
 from raymill.ray_support.private import cluster_launcher
 
 server, aws, assign = emulated_aws.server, emulated_aws.aws, emulated_aws.assign
@@ -630,7 +631,7 @@ def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(
     assert moto_instances.internet_gateway(instance).startswith(gateway)
     (call,) = [one for one in aws.calls if one.action == "RunInstances"]
     cards = [value for key, value in call.parameters.items() if key.endswith("NetworkCardIndex")]
-    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    section = settings.load(NetworkSection, "network", profile="cluster")
     assert len(cards) == (vpc.efa_cards(file, section) or 1)
 
 

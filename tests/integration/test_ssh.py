@@ -10,10 +10,11 @@ import yaml
 from pydantic import ValidationError
 
 from raymill import settings
-from raymill.aws import authorized_keys, ssh, ssh_config, vpc
+from raymill.aws import authorized_keys, ssh, ssh_config
 from raymill.aws.ssh import SshHead
 from raymill.common import cluster_file, instances
 from raymill.errors import UserError
+from raymill.ray_support.aws_sections import NetworkSection
 
 
 def shown_config(head: SshHead) -> dict[str, str]:
@@ -82,7 +83,7 @@ def test_the_keys_of_other_people_come_and_go(tmp_path: Path, monkeypatch: pytes
 )
 def test_a_wrong_address_or_key_is_refused(setting: dict[str, list[str]], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
-        vpc.NetworkSection.model_validate(setting)
+        NetworkSection.model_validate(setting)
 
 
 def test_public_keys_are_accepted(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_public_keys_are_accepted(tmp_path: Path) -> None:
         subprocess.run(
             ["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", "ada@laptop", "-f", tmp_path / kind], check=True
         )
-        vpc.NetworkSection(ssh_keys=((tmp_path / f"{kind}.pub").read_text().strip(),))
+        NetworkSection(ssh_keys=((tmp_path / f"{kind}.pub").read_text().strip(),))
 
 
 def test_with_ssm_ssh_uses_the_instance_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

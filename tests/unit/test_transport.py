@@ -8,6 +8,7 @@ import torch
 
 from raymill import settings
 from raymill.errors import UserError
+from raymill.ray_support.aws_sections import NetworkSection
 from raymill.training import transport
 
 EFA = """\
@@ -99,7 +100,7 @@ def test_efa_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_the_settings_can_allow_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "load", lambda *_, **__: transport.EfaSection(efa=False))
+    monkeypatch.setattr(settings, "load", lambda *_, **__: NetworkSection(efa=False))
     check()
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from raymill.aws import stack, vpc, zones
-from raymill.aws.vpc import Network, NetworkSection
+from raymill.aws.vpc import Network
 from raymill.common import prices
 from raymill.common.cluster_file import ClusterFile
 from raymill.errors import UserError
+from raymill.ray_support.aws_sections import NetworkSection
 
 HEAD, CPU, GPU, FALLBACK, SERVING = "m6i.2xlarge", "m6i.8xlarge", "p5.48xlarge", "p4d.24xlarge", "g6e.xlarge"
 PRICES = dict(zip("abcdef", (6.0, 5.0, 4.0, 3.0, 2.0, 1.0), strict=True))

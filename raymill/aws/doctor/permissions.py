@@ -6,10 +6,11 @@ from functools import partial
 from botocore.exceptions import ClientError
 
 from raymill import settings
-from raymill.aws import aws_errors, boundary, budget, reservation, stack, vpc
+from raymill.aws import aws_errors, boundary, budget, reservation, stack
 from raymill.aws.doctor.account import RETRY, Account, denied_action
 from raymill.common import bucket, instances
 from raymill.doctor import Finding, judge
+from raymill.ray_support.aws_sections import NetworkSection
 
 GUARD_ROLE = "arn:{partition}:iam::{account}:role/{slug}-{region}-guard"
 GUARD_CALLER_ROLE = f"{GUARD_ROLE}-caller"
@@ -143,7 +144,7 @@ def check(account: Account) -> Iterator[Finding]:
 
 def _needed_actions(account: Account) -> list[tuple[str, str]]:
     """Return the needed actions by resource, including those for what settings.toml asks for."""
-    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    section = settings.load(NetworkSection, "network", profile="cluster")
     makes_vpc = not section.subnets
     return [
         *ACTIONS.items(),

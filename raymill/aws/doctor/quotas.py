@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from botocore.exceptions import ClientError
 
 from raymill import settings
-from raymill.aws import aws_errors, quotas, vpc
+from raymill.aws import aws_errors, quotas
 from raymill.aws.doctor.account import RETRY, Account, alternatives
 from raymill.aws.quotas import QUOTAS, Granted, Quota
 from raymill.common.cluster_file import NodeType
 from raymill.doctor import Finding, judge
+from raymill.ray_support.aws_sections import NetworkSection
 
 VPCS = "L-F678F1CE"
 """Code of the quota for VPCs in a region."""
@@ -59,7 +60,7 @@ def check(account: Account) -> Iterator[Finding]:
             "warning" if all(others) else "error",
         )
     yield from _check_disks(account, unknown)
-    if not settings.load(vpc.NetworkSection, "network", profile="cluster").subnets:
+    if not settings.load(NetworkSection, "network", profile="cluster").subnets:
         yield from _check_vpcs(account, unknown)
     for reason, codes in unknown.items():
         yield Finding("warning", f"quotas {', '.join(codes)}: not checked, because AWS says: {reason}. {RETRY}")

@@ -10,6 +10,7 @@ from raymill.aws import images, vpc, zones
 from raymill.aws.doctor.account import Account, alternatives
 from raymill.common import bucket, gpu_types, prices
 from raymill.doctor import Finding, judge
+from raymill.ray_support.aws_sections import NetworkSection
 
 FIRST_DRIVER_580 = "2025-08-04"
 """Date of the first release of NVIDIA's driver 580 for data centers (580.65.06)."""
@@ -63,7 +64,7 @@ def check_zones(account: Account) -> Iterator[Finding]:
 
 def check_network(account: Account) -> Iterator[Finding]:
     """Check that the zones offer what starts there, and that the user's subnets have free addresses and a route."""
-    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    section = settings.load(NetworkSection, "network", profile="cluster")
     yield from _check_efa(account, section)
     offers = zones.offered(account)
     network = vpc.find_network(account, section, offers)
@@ -93,7 +94,7 @@ def check_network(account: Account) -> Iterator[Finding]:
         )
 
 
-def _check_efa(account: Account, section: vpc.NetworkSection) -> Iterator[Finding]:
+def _check_efa(account: Account, section: NetworkSection) -> Iterator[Finding]:
     """Warn if a type without EFA keeps the other types from using it (see `vpc.efa_cards`)."""
     types = gpu_types.for_training(account)
     without = [one.name for one in types if not one.efa_cards]

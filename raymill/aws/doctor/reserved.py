@@ -5,12 +5,13 @@ import math
 from collections.abc import Iterator
 
 from raymill import settings
-from raymill.aws import reservation, vpc
+from raymill.aws import reservation
 from raymill.aws.doctor.account import Account
 from raymill.aws.reservation import Reservation
 from raymill.common import instances, limits
 from raymill.common.cluster_file import TARGET
 from raymill.doctor import Finding, judge
+from raymill.ray_support.aws_sections import NetworkSection
 
 
 def check(account: Account) -> Iterator[Finding]:
@@ -33,7 +34,7 @@ def check(account: Account) -> Iterator[Finding]:
         return
     remedy = f"Until it starts, inv up starts nothing. To wait for it, run: inv up --target {TARGET} --wait"
     yield judge(reserved.has_started, reserved.summary, remedy, "warning")
-    reservation.stack_parameters(account, settings.load(vpc.NetworkSection, "network", profile="cluster"))
+    reservation.stack_parameters(account, settings.load(NetworkSection, "network", profile="cluster"))
     if reserved.count > account.max_workers:
         text = (
             f"max_workers is {account.max_workers}, so {reserved.count - account.max_workers} reserved instances idle"
