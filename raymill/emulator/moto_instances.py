@@ -64,7 +64,8 @@ def list_all() -> Iterator[MotoInstance]:
                     role=profile.roles[0].name if profile and profile.roles else None,
                     public_key=key.material_public.decode() + "\n" if key else "",
                     user_data=instance.user_data.decode().encode() if instance.user_data else b"",
-                    tags={tag["key"]: tag["value"] for tag in instance.get_tags()},
+                    # not get_tags(), which goes through all tags in this region while requests change them
+                    tags=dict(backend.tags.get(instance.id, {})),
                 )
 
 

@@ -1,10 +1,14 @@
 """Test that the accounts and regions of the emulated AWS have separate resources."""
 
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import boto3
 import pytest
 from moto import mock_aws
+from moto.ec2.models import ec2_backends
 
 from raymill.emulator import iam, moto_instances, permissions, stubs
 from raymill.emulator.consistency import Consistency
@@ -74,3 +78,27 @@ def test_the_disk_key_is_that_of_the_callers_account() -> None:
     principal = iam.Principal(f"arn:aws:iam::{OTHER_ACCOUNT}:user/me", [])
     answer = stubs.respond("ec2", "GetEbsDefaultKmsKeyId", "us-east-1", {}, principal)
     assert "alias/aws/ebs" in (answer or "")
+
+
+@mock_aws
+def test_instances_are_listed_while_requests_change_their_tags() -> None:
+    """The emulator lists them ten times per second. An error there would end the emulated AWS."""
+    keys = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
+    boto3.client("ec2", "us-east-1", **keys).run_instances(ImageId=IMAGE, MinCount=20, MaxCount=20)
+    backend, ids = ec2_backends[ACCOUNT]["us-east-1"], [one.id for one in moto_instances.list_all()]
+    done = threading.Event()
+
+    def change() -> None:
+        for number in itertools.count():
+            if done.is_set():
+                return
+            backend.create_tags(ids, {f"key-{number % 50}": "value"})
+            backend.delete_tags(ids, {f"key-{(number - 25) % 50}": "value"})
+
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change)
+        try:
+            assert all(len(list(moto_instances.list_all())) == 20 for _ in range(3000))
+        finally:
+            done.set()
+        changing.result()
