@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import bake
 from raymill import settings
 from raymill.aws import source_hash
 
-FOLDERS = ("jobs", "raymill", "tests")
+FOLDERS = ("jobs", "raymill")
 OF_JOBS = tuple(
     f"raymill.{name}"
     for name in (
@@ -29,8 +30,10 @@ def _files() -> dict[str, Path]:
     """Return the file of each module, keyed by the module's dotted name."""
     folders = [settings.PROJECT / folder for folder in FOLDERS]
     files = [*settings.PROJECT.glob("*.py"), *(file for folder in folders for file in sorted(folder.rglob("*.py")))]
-    names = [".".join(file.relative_to(settings.PROJECT).with_suffix("").parts) for file in files]
-    return {name.removesuffix(".__init__"): file for name, file in zip(names, files, strict=True)}
+    tests = sorted((bake.TEMPLATE / "tests").rglob("*.py"))
+    found = [(settings.PROJECT, file) for file in files] + [(bake.TEMPLATE, file) for file in tests]
+    names = [".".join(file.relative_to(root).with_suffix("").parts) for root, file in found]
+    return {name.removesuffix(".__init__"): file for name, (_, file) in zip(names, found, strict=True)}
 
 
 FILES = _files()

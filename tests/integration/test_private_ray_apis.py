@@ -49,6 +49,7 @@ PRIVATE = re.compile(
     r"ray\.(.*\.)?_\w|ray\.(core\.generated|experimental\.internal_kv|dashboard|autoscaler\.v2|train\.v2)\b"
 )
 EXEMPT = {
+    "tests.emulator.test_throttling": "launches machines as Ray's autoscaler does",
     "tests.e2e.test_cluster_dies": "imitates Ray's job server, which states the version of its API",
     "tests.integration.test_haproxy": "writes the HAProxy configuration that Serve writes",
     "tests.integration.test_private_ray_apis": "this file",
