@@ -21,15 +21,16 @@ from typing import Any
 import psutil
 
 from benchmarks.report import FOLDER, Result
-from raymill import environment, settings
+from raymill import environment, job, settings
 from raymill.demo import assets
 from raymill.demo.assets import Fact
 from raymill.errors import UserError
 from raymill.network import free_ports
-from raymill.ray_support import cli  # noqa: F401 - sets variables that `import ray` reads
 from raymill.serving import haproxy
 from raymill.submission import LocalRaySection
 from raymill.training.options import DDPOptions
+
+job.prepare_ray()  # before any benchmark imports Ray
 
 PEERS = FOLDER.parent / "build" / "bench-peers"
 PEERS_PINS = FOLDER / "peers" / "requirements.txt"

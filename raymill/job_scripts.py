@@ -1,5 +1,6 @@
 """Find the project's jobs and check their command lines, without a cluster."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -31,17 +32,24 @@ def find(job: str) -> Path:
 def check(job: str, options: list[str], profile: str) -> bool:
     """Check a job's options without running the job. Return whether to submit it.
 
-    If the options ask for help, the job prints its help, and there is nothing to submit. A script that does not use
-    `cli.parse` is not checked, because the check would run it.
+    If the options ask for help, the job prints its help, and there is nothing to submit. A script without a `Job` is
+    not checked, because the check would run it.
 
     Raises:
         UserError: there is no such job.
         Exit: an option is wrong; the job has printed the error.
     """
-    if "cli.parse(" not in find(job).read_text(encoding="utf-8"):
+    if not _has_job(find(job)):
         return True
     checking = {"PROFILE": profile, "JOB_OPTIONS_CHECKED_FOR": settings.inv(f"submit {job} --")}
     command = [sys.executable, "-m", f"jobs.{job}", *options]
     if code := subprocess.run(command, cwd=settings.PROJECT, env=os.environ | checking, check=False).returncode:
         raise Exit(code=code)
     return not {"-h", "--help"} & set(options)
+
+
+def _has_job(script: Path) -> bool:
+    """Return whether the script makes a `Job`. Reads its code, because importing it could take seconds."""
+    body = ast.parse(script.read_text(encoding="utf-8")).body
+    calls = [node.value for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    return any(ast.unparse(call.func).rpartition(".")[2] == "Job" for call in calls)

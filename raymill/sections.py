@@ -19,7 +19,7 @@ from raymill.errors import UserError
 
 @dataclass(frozen=True)
 class Entry:
-    """One section, written as the call of `settings.load` or `cli.parse` that reads it."""
+    """One section, written as the call of `settings.load` or `Job` that reads it."""
 
     type: str
     """Full name of the class whose fields are the section's keys."""

@@ -14,39 +14,22 @@ import re
 import tempfile
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
-from raymill import settings
+from raymill import job
 from raymill.errors import UserError
 from raymill.ray_support import capacity, gang
 from raymill.training import launch, preflight
 from raymill.training.dataset import read_manifest
-from raymill.training.deepspeed_zero import ZeRO
-from raymill.training.fsdp import FSDP
-from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from raymill.training.options import TrainOptions
 from raymill.training.schedule import check_batches
-from raymill.training.strategies import DDP, MakeStrategy
+from raymill.training.strategies import MakeStrategy
 from raymill.tuning import trials as trial_store
 from raymill.tuning.options import TuneOptions
 from raymill.tuning.trials import Trial
-
-
-class JobType(NamedTuple):
-    """A fine-tuning job that a trial can run."""
-
-    strategy: MakeStrategy
-    options: type[TrainOptions]
-    sections: tuple[str, ...]
-
-
-JOBS = {
-    "finetune_ddp": JobType(DDP, DDPOptions, ("train",)),
-    "finetune_fsdp": JobType(FSDP, FSDPOptions, ("train", "fsdp")),
-    "finetune_deepspeed": JobType(ZeRO, DeepSpeedOptions, ("train", "deepspeed")),
-}
 
 
 def check(options: TuneOptions) -> preflight.Identity:
@@ -113,7 +96,7 @@ def run(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         tune.Tuner(
             tune.with_resources(
-                tune.with_parameters(_run_trial, strategy=JOBS[options.script].strategy, runs=runs, zone=zone),
+                tune.with_parameters(_run_trial, strategy=job.load(options.script).STRATEGY, runs=runs, zone=zone),
                 {"node:__internal_head__": 0.001},  # a trial's driver runs on the head and needs no CPU
             ),
             param_space={"trial": tune.grid_search(remaining)},
@@ -150,12 +133,10 @@ def run_options(options: TuneOptions, trial: Trial) -> TrainOptions:
 
     Each evaluation also saves a checkpoint, because the trainer reports metrics to Tune only with a checkpoint.
     """
-    job = JOBS[options.script]
+    script = job.load(options.script)
     own = {"name": trial.name, "output": options.folder, "fresh": False, "checkpoint_every": options.eval_every}
     shared = options.model_dump(include=set(TrainOptions.model_fields))
-    return job.options.model_validate(
-        settings.load(job.options, *job.sections).model_dump() | shared | trial.settings | own
-    )
+    return script.JOB.options_type.model_validate(script.JOB.load().model_dump() | shared | trial.settings | own)
 
 
 def _run_trial(

@@ -37,13 +37,14 @@ PROBE = '''
 import contextlib, hashlib, os, pathlib, sys, tempfile, time
 import ray
 from raymill import settings
-from raymill.ray_support import cli, job_lease
+from raymill.job import connect, run
+from raymill.ray_support import job_lease
 
 def seen() -> str:
     return hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()
 
 def main(_) -> None:
-    cli.connect()
+    connect()
     writes = len(sys.argv) > 3
     with job_lease.hold(settings.resolve(sys.argv[3]), "--output") if writes else contextlib.nullcontext():
         work()
@@ -59,7 +60,7 @@ def work() -> None:
     sys.exit(int(sys.argv[1]))
 
 if __name__ == "__main__":
-    cli.run(main)
+    run(main, None)
 '''
 
 

@@ -112,7 +112,7 @@ def test_the_classifier_does_not_train_over_tcp_by_accident(monkeypatch: pytest.
     failure = train_classifier.train(options)
     assert failure == "NCCL would send gradients over Socket"
     monkeypatch.setattr(TorchTrainer, "fit", lambda _: SimpleNamespace(return_value=failure))
-    monkeypatch.setattr(train_classifier.cli, "connect", lambda: None)
+    monkeypatch.setattr(train_classifier, "connect", lambda: None)
     monkeypatch.setattr(train_classifier.ray_logging, "driver", lambda: None)
     monkeypatch.setattr(train_classifier.capacity, "refuse_too_many_workers", lambda *_: None)
     monkeypatch.setattr(train_classifier.capacity, "refuse_private_paths", lambda *_: None)

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import architectures
@@ -170,7 +169,7 @@ def test_a_vision_tower_is_served_only_where_vllm_has_torchvision(
 
 
 def test_a_vision_tower_is_not_quantized(model: Path, packed: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(quantize, "cli", SimpleNamespace(connect=lambda: None))
+    monkeypatch.setattr(quantize, "connect", lambda: None)
     monkeypatch.setattr(quantize.capacity, "refuse_too_many_workers", lambda *_: None)
     options = settings.load(QuantizeOptions, "quantize", profile="local")
     paths = {"model": str(model), "data": str(packed), "output": str(tmp_path / "quantized")}

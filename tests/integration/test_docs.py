@@ -1,13 +1,11 @@
 """Test the documentation: the errors that it quotes are in the code, and its commands, tests and links exist."""
 
 import ast
-import importlib
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from ray.train import Checkpoint
 from ray.train.torch import TorchTrainer, get_device
 
 import bake
-from raymill import job_scripts, settings
+from raymill import job, job_scripts, settings
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes import torchrun
 
@@ -199,10 +197,6 @@ def _verbs() -> dict[str, set[str]]:
 def _options(*jobs: str) -> set[str]:
     """Return the options of these jobs."""
     names = {"help"}
-    for job in jobs:
-        if job in PLACEHOLDERS:
-            continue
-        module = importlib.import_module(f"jobs.{job}")
-        [section] = re.findall(r"cli\.parse\((\w+)", Path(str(module.__file__)).read_text(encoding="utf-8"))
-        names |= {field.replace("_", "-") for field in getattr(module, section).model_fields}
+    for name in set(jobs) - PLACEHOLDERS:
+        names |= {field.replace("_", "-") for field in job.load(name).JOB.options_type.model_fields}
     return names

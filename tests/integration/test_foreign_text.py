@@ -233,14 +233,14 @@ JOB = """
 import sys
 from raymill import settings
 from raymill.errors import UserError
-from raymill.ray_support import cli
+from raymill.job import run
 
 def main(_):
     print(sys.argv[1], file=sys.stdout)
     print("\\x1b[32mgreen\\x1b[0m", flush=True)
     raise UserError(sys.argv[1])
 
-cli.run(main)
+run(main, None)
 """
 
 

@@ -290,9 +290,10 @@ def test_the_bucket_gets_weights_in_one_format(
 
 JOB = """
 import sys
-from raymill.ray_support import cli, model_cache
+from raymill.job import run
+from raymill.ray_support import model_cache
 sys.argv = ["job.py"]
-cli.run(lambda options: print(model_cache.find("acme/gated-for-this-account")))
+run(lambda options: print(model_cache.find("acme/gated-for-this-account")), None)
 """
 
 

@@ -1,7 +1,6 @@
 """Test that only one job at a time writes to an output folder, in a local folder and on S3."""
 
 import contextlib
-import importlib
 import os
 import re
 import signal
@@ -19,18 +18,13 @@ import packed_rows
 import pytest
 from botocore.exceptions import ClientError, ReadTimeoutError
 
+from raymill import job as jobs
 from raymill import job_scripts, output_lease, settings
-from raymill.data.options import PreprocessOptions
 from raymill.demo import assets as demo_assets
 from raymill.errors import UserError
-from raymill.generation.options import GenerateOptions
 from raymill.output_lease import Holder, Lease, NoLease, S3Store
-from raymill.quantization.options import QuantizeOptions
-from raymill.rag.options import EmbedOptions
-from raymill.ray_support import capacity, cli, job_lease, ray_logging
-from raymill.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
+from raymill.ray_support import capacity, job_lease, ray_logging
 from raymill.training.runtimes import torchrun
-from raymill.tuning.options import TuneOptions
 
 LONG_S = 1e6
 ENDED: set[str] = set()
@@ -374,8 +368,9 @@ def test_a_process_that_torchrun_starts_again_keeps_the_lease(tmp_path: Path, mo
 
 DRIVER = """
 import sys, time
-from raymill.ray_support import cli, job_lease
-cli.connect()
+from raymill.job import connect
+from raymill.ray_support import job_lease
+connect()
 with job_lease.hold(sys.argv[1], "--output"):
     print("holds", flush=True)
     time.sleep(600)
@@ -418,18 +413,18 @@ def test_a_killed_job_of_the_same_cluster_frees_its_folder_at_once(
             time.sleep(0.1)
 
 
-JOBS: dict[str, tuple[type[settings.Section], tuple[str, ...]]] = {
-    "embed": (EmbedOptions, ("embed",)),
-    "finetune_ddp": (DDPOptions, ("train",)),
-    "finetune_deepspeed": (DeepSpeedOptions, ("train", "deepspeed")),
-    "finetune_fsdp": (FSDPOptions, ("train", "fsdp")),
-    "generate": (GenerateOptions, ("generate",)),
-    "preprocess": (PreprocessOptions, ("preprocess",)),
-    "quantize": (QuantizeOptions, ("quantize",)),
-    "train_classifier": (ClassifierOptions, ("train", "classifier")),
-    "tune": (TuneOptions, ("train", "tune")),
-}
-"""The jobs that write a folder, with their options and the sections of settings.toml."""
+JOBS = (
+    "embed",
+    "finetune_ddp",
+    "finetune_deepspeed",
+    "finetune_fsdp",
+    "generate",
+    "preprocess",
+    "quantize",
+    "train_classifier",
+    "tune",
+)
+"""The jobs that write a folder."""
 
 OTHERS = {"check_network", "evaluate", "evaluate_rag", "models", "serve_llm", "serve_rag"}
 """The jobs that write nothing, or one file at the end."""
@@ -442,7 +437,7 @@ def test_each_job_is_in_a_list() -> None:
 @pytest.fixture
 def start(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Return a function that starts a job. It writes to `tmp_path/output`, and expects that the lease is refused."""
-    monkeypatch.setattr(cli, "connect", lambda **_: None)
+    monkeypatch.setattr(jobs, "connect", lambda **_: None)
     monkeypatch.setattr(ray_logging, "driver", lambda: None)
     monkeypatch.setattr(capacity, "nodes", lambda: [capacity.NodeGroup({"CPU": 64.0}, 1)])
     packed, embedder, output = tmp_path / "packed", tmp_path / "embedder", tmp_path / "output"
@@ -460,11 +455,13 @@ def start(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             "output": str(output),
             "index": str(output),
         }
-        kind, sections = JOBS[name]
-        options = settings.load(kind, *sections, profile="local")
-        options = options.model_copy(update={key: value for key, value in given.items() if key in kind.model_fields})
+        script = jobs.load(name)
+        monkeypatch.setattr(script, "connect", lambda **_: None, raising=False)
+        options = script.JOB.load()
+        fields = type(options).model_fields
+        options = options.model_copy(update={key: value for key, value in given.items() if key in fields})
         with pytest.raises(UserError) as error:
-            importlib.import_module(f"jobs.{name}").main(options)
+            script.main(options)
         return str(error.value)
 
     return start
@@ -472,7 +469,7 @@ def start(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 def folder_of(name: str, output: Path) -> str:
     """Return the folder that a job leases."""
-    return f"{output}/run" if "name" in JOBS[name][0].model_fields else str(output)
+    return f"{output}/run" if "name" in jobs.load(name).JOB.options_type.model_fields else str(output)
 
 
 @pytest.mark.parametrize("name", JOBS)

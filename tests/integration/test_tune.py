@@ -11,11 +11,13 @@ import pytest
 from pydantic import ValidationError
 from ray.tune.schedulers import TrialScheduler
 
-from jobs import tune
+from jobs import finetune_ddp, tune
 from raymill import settings
 from raymill.errors import UserError
+from raymill.ray_support import gang
 from raymill.training.options import DDPOptions
 from raymill.training.schedule import check_batches
+from raymill.training.strategies import DDP
 from raymill.tuning import search, trials
 from raymill.tuning.options import TuneOptions
 from raymill.tuning.trials import Outcome, Trial
@@ -45,6 +47,27 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "global_batches": [],
         "seed": SEED,
     }
+
+
+def test_trials_have_the_strategy_of_the_jobs_script(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(DDP): ...
+
+    passed: dict[str, Any] = {}
+
+    def with_parameters(_: Any, **parameters: Any) -> None:
+        passed.update(parameters)
+        raise UserError("stop here")
+
+    monkeypatch.setattr(finetune_ddp, "STRATEGY", Mine)
+    monkeypatch.setattr(search.tune, "with_parameters", with_parameters)
+    monkeypatch.setattr(gang, "find_zone", lambda options: None)
+    options = _options(changes | {"output": str(tmp_path), "trials": 1})
+    Path(options.folder).mkdir()
+    with pytest.raises(UserError, match="stop here"):
+        search.run(options, trials.load(options.folder, search.draw(options)))
+    assert passed["strategy"] is Mine
 
 
 @pytest.mark.nightly  # because it takes a minute

@@ -156,9 +156,9 @@ def test_each_command_in_a_message_is_accepted_by_invoke(tasks: ModuleType, plac
 
 
 def job_options(job: str) -> sections.Keys:
-    """Return the options of a job, from the call of `cli.parse` in its script."""
+    """Return the options of a job, from the `Job` in its script."""
     script = job_scripts.find(job).read_text()
-    name = re.findall(r"cli\.parse\((\w+)", script)[0]
+    name = re.findall(r"Job\((\w+)", script)[0]
     module = re.findall(rf"^from ([\w.]+) import .*\b{name}\b", script, re.MULTILINE)[0]
     return sections.keys(f"{module}.{name}")
 

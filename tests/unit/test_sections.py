@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from invoke import Collection, Context, Exit
 
-from raymill import job_scripts, sections, settings, targets
+from raymill import job, job_scripts, sections, settings, targets
 from raymill.errors import UserError
-from raymill.ray_support import cli
 from raymill.serving.options import ModelsOptions
 from raymill.training.options import DDPOptions
 
@@ -162,7 +161,7 @@ def calls() -> list[tuple[str, tuple[str, ...]]]:
     found = []
     for file in CODE:
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("settings.load", "cli.parse"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("settings.load", "Job"):
                 first, *names = node.args
                 if all(isinstance(name, ast.Constant) for name in names):
                     found.append(
@@ -226,9 +225,9 @@ def test_down_only_warns_because_it_ends_what_costs_money(
 
 @pytest.mark.usefixtures("misspelled")
 def test_every_job_refuses_a_misspelled_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    for job in job_scripts.names():
-        assert "\n    cli.parse(" in job_scripts.find(job).read_text(), job
+    for name in job_scripts.names():
+        assert "\nJOB = Job(" in job_scripts.find(name).read_text(), name
     monkeypatch.setattr("sys.argv", ["jobs/finetune_ddp.py"])
-    for parse in (lambda: cli.parse(DDPOptions, "train"), lambda: cli.parse(ModelsOptions)):
+    for parse in (lambda: job.parse(DDPOptions, "train"), lambda: job.parse(ModelsOptions)):
         with pytest.raises(SystemExit, match=r"there is no section \[cluster\.netwrok\]"):
             parse()

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from raymill import settings
+from raymill import job, settings
 from raymill.errors import UserError
-from raymill.ray_support import cli
 from raymill.training.options import DeepSpeedOptions
 
 
@@ -83,14 +82,17 @@ def test_a_bad_option_on_the_command_line_gives_a_one_sentence_error(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", *options.split()])
     with pytest.raises(SystemExit, match="^" + re.escape(sentence)):
-        cli.parse(DeepSpeedOptions, "train", "deepspeed")
+        job.parse(DeepSpeedOptions, "train", "deepspeed")
     assert "".join(capfd.readouterr()) == ""  # nothing else is printed: Python prints the sentence when it exits
 
 
 def test_the_command_line_overrides_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", "--zero-stage", "1", "--num-workers", "2", "4"])
     found = []
-    cli.parse(DeepSpeedOptions, "train", "deepspeed")
-    cli.run(found.append)
+    script = 'JOB = Job(DeepSpeedOptions, "train", "deepspeed")\nJOB.run(main)'
+    names = {"Job": job.Job, "DeepSpeedOptions": DeepSpeedOptions, "main": found.append}
+    exec(script, names | {"__name__": "jobs.finetune_deepspeed"})
+    assert not found, "only the program runs"
+    exec(script, names | {"__name__": "__main__"})
     defaults = settings.load(DeepSpeedOptions, "train", "deepspeed")
     assert found == [defaults.model_copy(update={"zero_stage": 1, "num_workers": (2, 4)})]

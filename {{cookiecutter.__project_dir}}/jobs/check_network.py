@@ -1,17 +1,16 @@
 """Measures the bandwidth between the workers before an expensive training run, and shows whether they use EFA."""
 
-from raymill.ray_support import cli
+from raymill.job import Job, connect
 from raymill.training.options import NetworkOptions
 
-if __name__ == "__main__":
-    cli.parse(NetworkOptions, "train")  # before the slow imports below
+JOB = Job(NetworkOptions, "train")  # reads the options, before the slow imports below
 
 from raymill.ray_support import capacity, network_check
 
 
 def main(options: NetworkOptions) -> None:
     """Measure the network between the workers of a training run, and print the bandwidth for each message size."""
-    cli.connect()
+    connect()
     options = options.model_copy(update={"num_workers": options.max_workers})
     capacity.refuse_too_many_workers(options.max_workers, options.worker_resources)
     network = network_check.measure(options)
@@ -23,5 +22,4 @@ def main(options: NetworkOptions) -> None:
     print(network_check.verdict(network, options.device), flush=True)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

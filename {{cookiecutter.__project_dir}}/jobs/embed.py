@@ -4,11 +4,10 @@ A hash of the text shows whether a document has changed. Documents that are gone
 index.
 """
 
+from raymill.job import Job, connect
 from raymill.rag.options import EmbedOptions
-from raymill.ray_support import cli
 
-if __name__ == "__main__":
-    cli.parse(EmbedOptions, "embed")  # before the imports below, which take seconds
+JOB = Job(EmbedOptions, "embed")  # reads the options, before the slow imports below
 
 from raymill import settings
 from raymill.errors import UserError
@@ -27,7 +26,7 @@ def main(options: EmbedOptions) -> None:
     model = model_cache.find(options.model)
     model_info = EmbeddingModelInfo(model)
     location = settings.resolve(options.index)
-    cli.connect()
+    connect()
     _check_cluster(options, model, location)
     config = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
     resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
@@ -61,5 +60,4 @@ def _check_cluster(options: EmbedOptions, model: str, location: str) -> None:
     capacity.refuse_private_paths(paths, options.shared_paths, "embed")
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -1,10 +1,9 @@
 """Measures loss, perplexity, exact match, and how many generated answers end with a stop token, on held-out rows."""
 
 from raymill.evaluation.options import EvaluateOptions
-from raymill.ray_support import cli
+from raymill.job import Job, connect
 
-if __name__ == "__main__":
-    cli.parse(EvaluateOptions, "evaluate")  # before the imports below, which take seconds
+JOB = Job(EvaluateOptions, "evaluate")  # reads the options, before the slow imports below
 
 from raymill import settings
 from raymill.errors import UserError
@@ -24,7 +23,7 @@ def main(options: EvaluateOptions) -> None:
     found = [candidates.find(model) for model in options.models]
     for candidate in found:
         candidates.check(candidate, options.data, manifest)
-    cli.connect()
+    connect()
     _check_cluster(options, found)
     sums = [evaluation.evaluate(candidate, options, rows) for candidate in found]
     measured = [results.from_sums(candidate, totals) for candidate, totals in zip(found, sums, strict=True)]
@@ -41,5 +40,4 @@ def _check_cluster(options: EvaluateOptions, found: list[Candidate]) -> None:
             capacity.refuse_private_paths(paths | {"models": location}, options.shared_paths, "evaluate")
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -1,10 +1,9 @@
 """Ask the running `serve_rag` questions, and measure its sources, its citations and its answers."""
 
+from raymill.job import Job, connect
 from raymill.rag.options import EvaluateRagOptions
-from raymill.ray_support import cli
 
-if __name__ == "__main__":
-    cli.parse(EvaluateRagOptions, "evaluate_rag")  # before the imports below, which take seconds
+JOB = Job(EvaluateRagOptions, "evaluate_rag")  # reads the options, before the slow imports below
 
 import asyncio
 
@@ -21,7 +20,7 @@ def main(options: EvaluateRagOptions) -> None:
     questions = hit_rate.load_questions(options.questions, Question, "evaluate_rag")
     if not questions:
         raise UserError(f"{options.questions} has no questions. Pass another file with --questions.")
-    cli.connect(log_to_driver=False)
+    connect(log_to_driver=False)
     answers = asyncio.run(evaluation.ask_all(deployment.running_url(), questions, options.at_once))
     output = settings.resolve(options.output)
     evaluation.save(answers, output)
@@ -29,5 +28,4 @@ def main(options: EvaluateRagOptions) -> None:
     print(f"the answers and their scores are in {output}", flush=True)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -1,19 +1,19 @@
 """Fine-tunes a language model, with the full model on each worker (DistributedDataParallel)."""
 
-from raymill.ray_support import cli
+from raymill.job import Job
 from raymill.training.options import DDPOptions
 
-if __name__ == "__main__":
-    cli.parse(DDPOptions, "train")  # before the slow imports below
+JOB = Job(DDPOptions, "train")  # reads the options, before the slow imports below
 
 from raymill.training import launch
 from raymill.training.strategies import DDP
 
+STRATEGY = DDP  # a subclass can change the loss, the optimizer and the learning rate
+
 
 def main(options: DDPOptions) -> None:
     """Fine-tune a language model on packed rows, with the full model on each worker."""
-    launch.fit(options, DDP)
+    launch.fit(options, STRATEGY)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

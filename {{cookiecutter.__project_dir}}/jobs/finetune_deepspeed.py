@@ -1,19 +1,19 @@
 """Fine-tunes a language model, with its training state sharded over the workers by DeepSpeed's ZeRO."""
 
-from raymill.ray_support import cli
+from raymill.job import Job
 from raymill.training.options import DeepSpeedOptions
 
-if __name__ == "__main__":
-    cli.parse(DeepSpeedOptions, "train", "deepspeed")  # before the slow imports below
+JOB = Job(DeepSpeedOptions, "train", "deepspeed")  # reads the options, before the slow imports below
 
 from raymill.training import launch
 from raymill.training.deepspeed_zero import ZeRO
 
+STRATEGY = ZeRO  # a subclass can change the loss, the optimizer and the learning rate
+
 
 def main(options: DeepSpeedOptions) -> None:
     """Fine-tune a language model on packed rows, with its training state sharded over the workers by ZeRO."""
-    launch.fit(options, ZeRO)
+    launch.fit(options, STRATEGY)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

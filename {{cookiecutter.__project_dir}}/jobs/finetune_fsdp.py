@@ -1,19 +1,19 @@
 """Fine-tunes a language model that PyTorch's FSDP2 shards over the workers."""
 
-from raymill.ray_support import cli
+from raymill.job import Job
 from raymill.training.options import FSDPOptions
 
-if __name__ == "__main__":
-    cli.parse(FSDPOptions, "train", "fsdp")  # before the slow imports below
+JOB = Job(FSDPOptions, "train", "fsdp")  # reads the options, before the slow imports below
 
 from raymill.training import launch
 from raymill.training.fsdp import FSDP
 
+STRATEGY = FSDP  # a subclass can change the loss, the optimizer and the learning rate
+
 
 def main(options: FSDPOptions) -> None:
     """Fine-tune a language model on packed rows, with parameters, gradients and optimizer sharded over the workers."""
-    launch.fit(options, FSDP)
+    launch.fit(options, STRATEGY)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -4,10 +4,9 @@ Each run answers only the rows that are new or have changed since an earlier run
 """
 
 from raymill.generation.options import GenerateOptions
-from raymill.ray_support import cli
+from raymill.job import Job, connect
 
-if __name__ == "__main__":
-    cli.parse(GenerateOptions, "generate")  # before the imports below, which take seconds
+JOB = Job(GenerateOptions, "generate")  # reads the options, before the slow imports below
 
 from raymill import settings
 from raymill.data import row_sources
@@ -26,7 +25,7 @@ def main(options: GenerateOptions) -> None:
     preflight.check_model(serving)
     source = row_sources.find(settings.resolve(options.input), "generate")
     tokenizer = PromptTokenizer(serving.model, options.id_column, serving.max_model_len, options.skip_ids)
-    cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
+    connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
     output = AnswerFolder(settings.resolve(options.output))
     _check_cluster(options, serving, source.name, output.uri)
     with job_lease.hold(output.uri, "--output"):
@@ -45,5 +44,4 @@ def _check_cluster(options: GenerateOptions, serving: ServeOptions, source: str,
     capacity.refuse_private_paths(paths, options.shared_paths, "generate")
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

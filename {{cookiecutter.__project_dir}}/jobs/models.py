@@ -8,18 +8,17 @@ inv models -- --end NAME              stops an additional model, or `rag`
 inv models -- --end-all --drain 600   stops everything; running answers get up to 600 s (default: 20)
 """
 
-from raymill.ray_support import cli
+from raymill.job import Job, connect
 from raymill.serving.options import ModelsOptions
 
-if __name__ == "__main__":
-    cli.parse(ModelsOptions)  # before the imports below, which take seconds
+JOB = Job(ModelsOptions)  # reads the options, before the slow imports below
 
 from raymill.serving import served_models
 
 
 def main(options: ModelsOptions) -> None:
     """List the served models, or change them."""
-    cli.connect(log_to_driver=False)
+    connect(log_to_driver=False)
     if options.canary_percent is not None:
         served_models.set_canary_percent(options.canary_percent)
     elif options.promote:
@@ -34,5 +33,4 @@ def main(options: ModelsOptions) -> None:
         served_models.show()
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -6,10 +6,9 @@ The result depends only on the input and the settings, not on workers, blocks or
 """
 
 from raymill.data.options import PreprocessOptions
-from raymill.ray_support import cli
+from raymill.job import Job, connect
 
-if __name__ == "__main__":
-    cli.parse(PreprocessOptions, "preprocess")  # before the imports below, which take seconds
+JOB = Job(PreprocessOptions, "preprocess")  # reads the options, before the slow imports below
 
 from raymill.data import manifest, preprocessing, preview, row_sources
 from raymill.data.packed_folder import PackedFolder
@@ -29,7 +28,7 @@ def main(options: PreprocessOptions) -> None:
     if output.is_complete(configuration):
         print(f"{plan.output} was already made from this input with these settings; nothing to do.")
         return
-    cli.connect()
+    connect()
     for setting, name in (*row_sources.names_by_setting(sources), ("output", plan.output)):
         capacity.refuse_private_paths({setting: name}, options.shared_paths, "preprocess")
     with job_lease.hold(plan.output, "--output") as lease:
@@ -42,5 +41,4 @@ def main(options: PreprocessOptions) -> None:
     manifest.print_summary(complete, plan)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -3,11 +3,10 @@
 The result is a folder that serve_llm and vLLM load without further settings.
 """
 
+from raymill.job import Job, connect
 from raymill.quantization.options import QuantizeOptions
-from raymill.ray_support import cli
 
-if __name__ == "__main__":
-    cli.parse(QuantizeOptions, "quantize")  # before the imports below, which take seconds
+JOB = Job(QuantizeOptions, "quantize")  # reads the options, before the slow imports below
 
 import time
 
@@ -29,7 +28,7 @@ def main(options: QuantizeOptions) -> None:
     read_manifest(options.data)  # an error if there is no data
     data = PackedRows(options.data, "train")
     rows = data.read(0, min(options.rows, len(data)))["input_ids"].numpy()
-    cli.connect()
+    connect()
     needs = {"GPU": float(options.num_gpus)} if options.num_gpus else {"CPU": 1.0}
     capacity.refuse_too_many_workers(1, needs, "num_gpus in [quantize]")
     location = model_cache.find(options.model)
@@ -48,5 +47,4 @@ def main(options: QuantizeOptions) -> None:
     print(f"next: {inv('submit serve_llm -- --model', options.output)}")
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

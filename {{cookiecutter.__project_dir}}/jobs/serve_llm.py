@@ -4,11 +4,10 @@ python -m jobs.serve_llm            serves the model in [serve] of settings.toml
 python -m jobs.serve_llm --help     explains every option
 """
 
-from raymill.ray_support import cli
+from raymill.job import Job, connect
 from raymill.serving.options import ServeOptions
 
-if __name__ == "__main__":
-    cli.parse(ServeOptions, "serve")  # before the imports below, which take seconds
+JOB = Job(ServeOptions, "serve")  # reads the options, before the slow imports below
 
 import os
 
@@ -20,12 +19,11 @@ def main(options: ServeOptions) -> None:
     """Serve a model. Return when it is healthy or, without a cluster, after Ctrl-C."""
     preflight.check_api_key()
     preflight.check_model(options)
-    cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
+    connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
     lifecycle.deploy_model(options)
     print(f"{options.served_name} is served at {options.url}\nnext: {inv('chat')}", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":
         lifecycle.wait_for_interrupt()
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -3,11 +3,10 @@
 The app has the same address, keys and limits as the model of `serve_llm`, and can ask that model for the answers.
 """
 
+from raymill.job import Job, connect
 from raymill.rag.options import RagOptions
-from raymill.ray_support import cli
 
-if __name__ == "__main__":
-    cli.parse(RagOptions, "rag")  # before the imports below, which take seconds
+JOB = Job(RagOptions, "rag")  # reads the options, before the slow imports below
 
 import os
 
@@ -20,7 +19,7 @@ def main(options: RagOptions) -> None:
     """Serve answers from the index. Return when the app is healthy or, without a cluster, after Ctrl-C."""
     preflight.check_api_key()
     deployment.check_index(options)
-    cli.connect(log_to_driver=False)
+    connect(log_to_driver=False)
     url = deployment.deploy(options)
     print(f"answers from {options.index} are served at {url}, for any OpenAI client", flush=True)
     print(f"web page: {url.removesuffix('v1')}", flush=True)
@@ -28,5 +27,4 @@ def main(options: RagOptions) -> None:
         lifecycle.wait_for_interrupt(RAG_APP)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

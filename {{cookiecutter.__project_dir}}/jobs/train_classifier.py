@@ -4,11 +4,10 @@
 To train your own model, replace `make_model` and `draw_digits`, which are in raymill/training/digits.py.
 """
 
-from raymill.ray_support import cli
+from raymill.job import Job, connect
 from raymill.training.options import ClassifierOptions
 
-if __name__ == "__main__":
-    cli.parse(ClassifierOptions, "train", "classifier")  # before the slow imports below
+JOB = Job(ClassifierOptions, "train", "classifier")  # reads the options, before the slow imports below
 
 import math
 import tempfile
@@ -37,7 +36,7 @@ STATE = "state.pt"
 def main(options: ClassifierOptions) -> None:
     """Train a small image classifier on generated images of digits."""
     options = options.model_copy(update={"output": settings.resolve(options.output)})
-    cli.connect()
+    connect()
     ray_logging.driver()
     capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
     capacity.refuse_private_paths({"output": options.output}, options.shared_paths, "train")
@@ -155,5 +154,4 @@ def report(metrics: dict[str, float], model: nn.Module, optimizer: torch.optim.O
         ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -1,10 +1,9 @@
 """Searches for the best fine-tuning settings with short runs. Ray Tune stops unpromising runs early (with ASHA)."""
 
-from raymill.ray_support import cli
+from raymill.job import Job, connect
 from raymill.tuning.options import TuneOptions
 
-if __name__ == "__main__":
-    cli.parse(TuneOptions, "train", "tune")  # before the slow imports below
+JOB = Job(TuneOptions, "train", "tune")  # reads the options, before the slow imports below
 
 from rich.console import Console
 
@@ -21,7 +20,7 @@ def main(options: TuneOptions) -> None:
     """Search for the learning rate, batch size and LoRA rank that give the lowest evaluation loss."""
     options = preflight.with_absolute_paths(options)
     identity = search.check(options)
-    cli.connect(log_to_driver=False)  # workers' logs would hide the driver's one line per trial
+    connect(log_to_driver=False)  # workers' logs would hide the driver's one line per trial
     search.check_cluster(options)
     with job_lease.hold(options.folder, "--name"):
         preflight.claim(options, identity)
@@ -40,5 +39,4 @@ def main(options: TuneOptions) -> None:
         )
 
 
-if __name__ == "__main__":
-    cli.run(main)
+JOB.run(main)

@@ -29,10 +29,10 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from ray.util.metrics import Gauge
 from torch import nn
 
-from raymill import state_files
+from raymill import job, state_files
 from raymill.data import row_sources, streaming
 from raymill.errors import UserError
-from raymill.ray_support import capacity, cli, gang, job_lease, ray_logging
+from raymill.ray_support import capacity, gang, job_lease, ray_logging
 from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS
 from raymill.ray_support.private.tune import is_in_trial
 from raymill.state_files import DamagedFile
@@ -176,7 +176,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
     stream = streaming.find_input(options.model) if options.stream else None
     identity = _check_stream(options, stream) if stream else preflight.check_packed(options)
-    cli.connect()
+    job.connect()
     ray_logging.driver()
     _check_cluster(options, stream)
     with job_lease.hold(f"{options.output}/{options.name}", "--name"):

@@ -1,9 +1,10 @@
-"""The entry point of every job: typed options that override settings.toml, and one-line errors."""
+"""A job: a script in jobs/ with typed options, which override settings.toml, and one-line errors."""
 
 import atexit
 import contextlib
 import difflib
 import functools
+import importlib
 import io
 import json
 import logging
@@ -13,7 +14,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any, Generic, TypeVar
 
 import tyro
 from pydantic import ValidationError
@@ -29,9 +31,58 @@ from raymill.serving import haproxy
 PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
 """Environment variable: folder for the Ray instance of this process. Other users cannot access the folder."""
 
-# under `uv run`, Ray would also start its workers with `uv run`, in another environment
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-if os.environ.get("RAY_ADDRESS", "local") == "local":  # this process starts its own Ray
+Options = TypeVar("Options", bound=settings.Section)
+
+OPTIONS = constructors.ConstructorRegistry()
+CHECKED_FOR = "JOB_OPTIONS_CHECKED_FOR"
+"""Environment variable: the command to show in messages. If `inv submit` sets it, a job only checks its options."""
+
+
+class Job(Generic[Options]):
+    """The job of a script. Make it before the script imports torch, Ray or transformers, and end the script with `run`.
+
+    If the script is the program, this reads its options at once, so that --help and errors need no slow import.
+    Without sections, the options come from the command line only.
+    """
+
+    def __init__(self, options_type: type[Options], *sections: str) -> None:
+        self.options_type, self.sections = options_type, sections
+        self._parsed: Options | None = None
+        if sys._getframe(1).f_globals["__name__"] == "__main__":
+            prepare_ray()
+            self._parsed = parse(options_type, *sections)
+
+    def load(self) -> Options:
+        """Return the options from settings.toml."""
+        return settings.load(self.options_type, *self.sections)
+
+    def run(self, main: Callable[[Options], None]) -> None:
+        """If the script is the program, call `main` with the options. A UserError ends it with a one-line error."""
+        if self._parsed is not None:
+            run(main, self._parsed)
+
+
+def run(main: Callable[[Options], None], options: Options) -> None:
+    """Call `main`. A UserError ends the process with a one-line error."""
+    sys.stdout = LogStream(sys.stdout)  # jobs print names and texts of documents, rows, files and models
+    job_secrets.load()  # some jobs read models from the hub before they connect
+    try:
+        main(options)
+    except UserError as error:
+        sys.exit(printable(f"error: {error}"))
+
+
+def load(name: str) -> ModuleType:
+    """Import a script of jobs/. That runs nothing: the script reads its options and runs only if it is the program."""
+    return importlib.import_module(f"jobs.{name}")
+
+
+def prepare_ray() -> None:
+    """Set the variables that `import ray` and `import ray.serve` read, and make the folder of a private Ray."""
+    # under `uv run`, Ray would also start its workers with `uv run`, in another environment
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        return  # this process starts no Ray
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # keeps Ray on loopback; read once, by `import ray`
     if PRIVATE_FOLDER not in os.environ:  # workers inherit it
         parent = None if sys.platform == "linux" else "/tmp"  # macOS's TMPDIR is too long for socket paths
@@ -41,27 +92,16 @@ if os.environ.get("RAY_ADDRESS", "local") == "local":  # this process starts its
     if "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ:
         os.environ |= haproxy.environment(os.environ[PRIVATE_FOLDER])
 
-Options = TypeVar("Options", bound=settings.Section)
-
-OPTIONS = constructors.ConstructorRegistry()
-_parsed: settings.Section | None = None
-CHECKED_FOR = "JOB_OPTIONS_CHECKED_FOR"
-"""Environment variable: the command to show in messages. If `inv submit` sets it, a job only checks its options."""
-
 
 def parse(options_type: type[Options], *sections: str) -> Options:
-    """Return the settings of `sections`, overridden by the command line, and keep them for `run`.
-
-    Call this before importing torch, Ray or transformers, so that --help and errors appear at once.
-    """
-    global _parsed
+    """Return the settings of `sections`, overridden by the command line. Exit after --help, or with one-line errors."""
     printed = io.StringIO()
     try:
         all_sections.check()
         # a private API of tyro, whose version is pinned
         with_our_errors = _errors.on_parse_error(functools.partial(_refuse, options_type))
         with with_our_errors, contextlib.redirect_stdout(printed):
-            _parsed = options = tyro.cli(
+            options = tyro.cli(
                 options_type,
                 prog=_command(),
                 description=(sys.modules["__main__"].__doc__ or "").partition("\n\n")[0],
@@ -76,16 +116,6 @@ def parse(options_type: type[Options], *sections: str) -> Options:
     if CHECKED_FOR in os.environ:
         sys.exit()
     return options
-
-
-def run(main: Callable[[Any], None]) -> None:
-    """Call `main` with the options that `parse` read. A UserError ends the process with a one-line error."""
-    sys.stdout = LogStream(sys.stdout)  # jobs print names and texts of documents, rows, files and models
-    job_secrets.load()  # some jobs read models from the hub before they connect
-    try:
-        main(_parsed)
-    except UserError as error:
-        sys.exit(printable(f"error: {error}"))
 
 
 def _command() -> str:
@@ -158,6 +188,7 @@ def connect(*, log_to_driver: bool = True) -> None:
 
     `log_to_driver` sets whether the job's log shows what its workers print.
     """
+    prepare_ray()
     import ray  # imported late: it takes seconds, and a wrong option must fail before that
 
     from raymill.ray_support.private import core
