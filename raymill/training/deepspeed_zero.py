@@ -23,7 +23,7 @@ from raymill.training.options import DeepSpeedOptions
 from raymill.training.parameters import numel
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import StateCopier, Strategy, adamw, ranks_per_machine
+from raymill.training.strategies import StateCopier, Strategy, ranks_per_machine
 from raymill.training.weight_files import Weight
 
 CONFIG_FILE = Path(__file__).with_name("deepspeed.json")
@@ -84,7 +84,7 @@ class ZeRO(Strategy):
     def __init__(self, model: PreTrainedModel, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
         self.copies_state = not options.offload_optimizer  # main memory may have no room for a copy of offloaded states
-        self.optimizer = adamw(model, options.weight_decay)
+        self.optimizer = self.make_optimizer(model, options)
         self.module = self._engine = _initialize(model, self.optimizer, config(options, runtime, plan))
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0

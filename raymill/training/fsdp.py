@@ -28,7 +28,7 @@ from raymill.training.model_io import decoder_layers
 from raymill.training.options import FSDPOptions
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import StateCopier, Strategy, adamw, ranks_per_machine
+from raymill.training.strategies import StateCopier, Strategy, ranks_per_machine
 from raymill.training.weight_files import Weight
 
 SHARD = "fsdp"  # name of the mesh's dimension to shard over; peft knows this name, and gives adapters the full width
@@ -75,7 +75,7 @@ class FSDP(Strategy):
             shard(module, reshard_after_forward=False)  # the backward pass begins with it
         self.module = self._root = shard(model)
         model.load_state_dict(shards, strict=False, assign=True)
-        self.optimizer = adamw(model, options.weight_decay)
+        self.optimizer = self.make_optimizer(model, options)
         self._max_grad_norm = options.max_grad_norm
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0

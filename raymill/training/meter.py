@@ -27,9 +27,17 @@ class Diverged(Exception):
 class Meter:
     """Losses, gradient norms and speed of the steps since the last `restart`."""
 
-    def __init__(self, options: TrainOptions, runtime: Runtime, model: PreTrainedModel, sequence_length: int) -> None:
+    def __init__(
+        self,
+        options: TrainOptions,
+        runtime: Runtime,
+        model: PreTrainedModel,
+        sequence_length: int,
+        *,
+        bounds_loss: bool,
+    ) -> None:
         self._runtime = runtime
-        self._largest_loss = 2 * math.log(text_config(model.config).vocab_size)
+        self._largest_loss = 2 * math.log(text_config(model.config).vocab_size) if bounds_loss else math.inf
         self._tokens_per_step = options.global_batch_rows * sequence_length
         self._peak_tokens_per_s = _peak_tokens_per_s(options, runtime, model, sequence_length)
         self.restart()

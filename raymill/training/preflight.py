@@ -16,7 +16,7 @@ from raymill.errors import UserError
 from raymill.model_config import context_length, text_config
 from raymill.ray_support import hub_access, model_cache
 from raymill.settings import inv
-from raymill.training import storage, weights_check
+from raymill.training import code_identity, storage, weights_check
 from raymill.training.dataset import Manifest, TokenizerRecord, read_manifest
 from raymill.training.flops import carries_state
 from raymill.training.options import TrainOptions
@@ -173,6 +173,7 @@ def claim(options: TrainOptions, identity: Identity) -> None:
 
 
 def _refuse_another_identity(existing: Identity, identity: Identity, name: str) -> None:
+    existing = code_identity.OF_THE_LIBRARY | existing  # in runs of an older version
     for key, value in identity.items():
         if existing.get(key) != value:
             raise UserError(

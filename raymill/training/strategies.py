@@ -19,7 +19,7 @@ from raymill.training.options import TrainOptions
 from raymill.training.packed_attention import model_inputs
 from raymill.training.parameters import shape_of
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
-from raymill.training.schedule import BatchPlan
+from raymill.training.schedule import BatchPlan, learning_rate_at, peak_learning_rate
 from raymill.training.weight_files import Weight
 
 BETAS = (0.9, 0.95)  # usual for language models: 0.95 averages squared gradients over about 20 steps
@@ -32,6 +32,9 @@ class Strategy(ABC):
     """The module to call. It runs the collectives that the strategy needs."""
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
+    bounds_loss = True
+    """Whether a loss above twice that of a uniform guess means that training has diverged. Set it to False
+    for a loss with larger values."""
     copies_state = True
     """Whether `capture` copies the state. If not, training must wait until the checkpoint is written."""
 
@@ -77,13 +80,32 @@ class Strategy(ABC):
         All ranks must iterate to the end.
         """
 
-    def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it.
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return the loss summed over the trained tokens of `batch`, by default the cross-entropy.
 
-        All strategies use this loss, and so does the evaluation during training.
+        Label i is predicted from the tokens before it. The evaluation during training uses this loss too.
         """
         # with num_items_in_batch=1, the model returns the sum instead of the mean
         return self.module(**model_inputs(self.model, batch), num_items_in_batch=1, use_cache=False).loss
+
+    def make_optimizer(self, model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+        """Return the optimizer of the trained parameters, by default AdamW."""
+        return adamw(model, options.weight_decay)
+
+    @staticmethod
+    def learning_rate(options: TrainOptions, step: int) -> float:
+        """Return the learning rate of a step, which counts from 1. By default: warmup, then a cosine."""
+        return learning_rate_at(
+            step,
+            peak=peak_learning_rate(options.learning_rate, options.global_batch_rows, options.reference_batch_rows),
+            warmup_steps=options.warmup_steps,
+            steps=options.steps,
+            min_ratio=options.min_lr_ratio,
+        )
+
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        """Return `loss` in the precision of the strategy."""
+        return self.loss(batch)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -132,7 +154,7 @@ def ranks_per_machine(runtime: Runtime) -> int:
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """Return the optimizer that every strategy uses. Weight decay applies only to matrices, not to biases and norms."""
+    """Return AdamW. Weight decay applies only to matrices, not to biases and norms."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if len(shape_of(parameter)) >= 2]
     vectors = [parameter for parameter in trained if len(shape_of(parameter)) < 2]
@@ -146,7 +168,7 @@ class DDP(Strategy):
     def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
         self.module = runtime.wrap(model)
-        self.optimizer = adamw(model, options.weight_decay)
+        self.optimizer = self.make_optimizer(model, options)
         self._is_writer = runtime.rank == 0
         self._max_grad_norm = options.max_grad_norm
         self._bf16 = options.precision == "bf16"
@@ -162,6 +184,7 @@ class DDP(Strategy):
         return loss.detach()
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
+        """Return `loss` in the precision of the options."""
         with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._bf16):
             return super().summed_loss(batch)
 

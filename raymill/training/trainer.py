@@ -20,7 +20,7 @@ from raymill.training.meter import Diverged, Meter
 from raymill.training.metric_logger import MetricLogger
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, Runtime
-from raymill.training.schedule import learning_rate_at, peak_learning_rate, spread
+from raymill.training.schedule import spread
 from raymill.training.storage import RunFolder
 from raymill.training.strategies import MakeStrategy
 
@@ -117,7 +117,8 @@ class Trainer:
             model = model_io.load_model(options)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
         self.note = composite.note(model)
-        self.meter = Meter(options, runtime, model, self.source.sequence_length)
+        bounds_loss = make_strategy.bounds_loss
+        self.meter = Meter(options, runtime, model, self.source.sequence_length, bounds_loss=bounds_loss)
         self.strategy = make_strategy(model, options, runtime, self.plan)
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
         checkpoints.refuse_full_disk(self.strategy, runtime, options.output)
@@ -180,7 +181,7 @@ class Trainer:
             self.strategy.accumulate(micro_batch, self.runtime.world_size / tokens, last=number == len(micro_batches))
             for number, micro_batch in enumerate(micro_batches, 1)
         ]
-        learning_rate = _learning_rate(self.options, step)
+        learning_rate = self.strategy.learning_rate(self.options, step)
         norm = self.strategy.step(learning_rate)
         self.meter.add(step, learning_rate, torch.stack(losses) / tokens, norm)
 
@@ -317,13 +318,3 @@ def _split(batch: Batch, rows: int) -> list[Batch]:
     """Split a batch into micro-batches of `rows` rows."""
     columns = [column.split(rows) for column in batch.values()]
     return [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
-
-
-def _learning_rate(options: TrainOptions, step: int) -> float:
-    return learning_rate_at(
-        step,
-        peak=peak_learning_rate(options.learning_rate, options.global_batch_rows, options.reference_batch_rows),
-        warmup_steps=options.warmup_steps,
-        steps=options.steps,
-        min_ratio=options.min_lr_ratio,
-    )

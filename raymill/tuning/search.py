@@ -22,7 +22,7 @@ from ray.tune.schedulers import ASHAScheduler
 from raymill import job
 from raymill.errors import UserError
 from raymill.ray_support import capacity, gang
-from raymill.training import launch, preflight
+from raymill.training import code_identity, launch, preflight
 from raymill.training.dataset import read_manifest
 from raymill.training.options import TrainOptions
 from raymill.training.schedule import check_batches
@@ -42,11 +42,16 @@ def check(options: TuneOptions) -> preflight.Identity:
     if not read_manifest(options.data).eval.rows:
         raise UserError(f"{options.data} has no evaluation rows. Run preprocess with a larger --eval-share.")
     rates = options.learning_rates
-    return identity | {
-        "learning_rate": [rates.low, rates.high],
-        "global_batch_rows": list(options.global_batches) or options.global_batch_rows,
-        "lora_rank": list(options.lora_ranks) or options.lora_rank,
-    }
+    code = code_identity.identify(job.load(options.script).STRATEGY)
+    return (
+        identity
+        | code
+        | {
+            "learning_rate": [rates.low, rates.high],
+            "global_batch_rows": list(options.global_batches) or options.global_batch_rows,
+            "lora_rank": list(options.lora_ranks) or options.lora_rank,
+        }
+    )
 
 
 def check_cluster(options: TuneOptions) -> None:

@@ -17,6 +17,7 @@ import bake
 from raymill import job, job_scripts, settings
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes import torchrun
+from raymill.training.strategies import DDP
 
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
 SOURCES = ["jobs/**/*.py", "raymill/**/*.py"]
@@ -176,7 +177,7 @@ def test_links_lead_to_existing_files(page: str) -> None:
 def test_torchrun_needs_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
-        message = torchrun._prepare(options.model_copy(update=wrong), ExitStack())
+        message = torchrun._prepare(options.model_copy(update=wrong), ExitStack(), DDP)
         assert message.startswith(
             "under torchrun, jobs read preprocessed rows and write to a folder that all processes share"
         )

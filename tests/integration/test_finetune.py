@@ -102,6 +102,15 @@ def test_two_workers_have_the_losses_of_one_process(ddp: list[Row], changes: dic
     assert ddp[-1]["loss"] < 0.8 * ddp[0]["loss"]
 
 
+@pytest.mark.usefixtures("ddp")
+def test_a_run_does_not_resume_with_another_loss(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(DDP): ...
+
+    monkeypatch.setattr(finetune_ddp, "STRATEGY", Mine)
+    with pytest.raises(UserError, match=r"was started with code of the strategy = the library's, not Mine \("):
+        finetune_ddp.main(_ddp_options(changes))
+
+
 @pytest.mark.nightly  # because it takes 80 s; test_parity compares them without Ray
 def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -> None:
     """Here, the strategies run under Ray. test_parity.py compares all variants without Ray."""

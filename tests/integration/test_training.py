@@ -29,6 +29,7 @@ from peft import PeftModel
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -48,7 +49,7 @@ from raymill.data.tokenization import NOT_TRAINED
 from raymill.errors import UserError
 from raymill.training import checkpoints, deepspeed_zero, model_io, preflight, schedule, storage, weight_files
 from raymill.training.dataset import COLUMNS, Batch, PackedRows, read_manifest
-from raymill.training.options import DDPOptions, DeepSpeedOptions
+from raymill.training.options import DDPOptions, DeepSpeedOptions, TrainOptions
 from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from raymill.training.strategies import DDP, StateCopier
 from raymill.training.trainer import PackedSource, train
@@ -108,10 +109,12 @@ def options(model: Path, packed: Path, tmp_path: Path) -> DDPOptions:
 def finetune(options: DDPOptions) -> Finetune:
     """Return a function that trains with changed options and returns the lines of metrics.jsonl."""
 
-    def run(runtime_type: type[SingleProcess] = SingleProcess, **changes: Any) -> list[dict[str, float]]:
+    def run(
+        runtime_type: type[SingleProcess] = SingleProcess, strategy: type[DDP] = DDP, **changes: Any
+    ) -> list[dict[str, float]]:
         changed = options.model_validate(options.model_dump() | changes)
         folder = Path(changed.output) / changed.name
-        train(changed, runtime_type(folder, torch.device("cpu"), changed.keep_checkpoints), DDP)
+        train(changed, runtime_type(folder, torch.device("cpu"), changed.keep_checkpoints), strategy)
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return run
@@ -266,6 +269,29 @@ def test_the_loss_falls_and_each_step_is_logged_once(finetune: Finetune, options
     assert all(row["tokens_per_s"] > 0 and row["grad_norm"] > 0 for row in rows)
     events = EventAccumulator(f"{options.output}/{options.name}/tensorboard").Reload()
     assert [event.value for event in events.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
+
+
+def test_a_subclass_of_the_strategy_changes_the_loss_the_optimizer_and_the_learning_rate(finetune: Finetune) -> None:
+    class Mine(DDP):
+        bounds_loss = False
+
+        def loss(self, batch: Batch) -> torch.Tensor:
+            return 3 * super().loss(batch)  # above the bound of the cross-entropy
+
+        def make_optimizer(self, model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+            made.append(torch.optim.SGD(model.parameters(), lr=0.0))
+            return made[0]
+
+        @staticmethod
+        def learning_rate(options: TrainOptions, step: int) -> float:
+            return step / 1000
+
+    made: list[torch.optim.Optimizer] = []
+    plain, mine = finetune(name="plain", steps=6), finetune(name="mine", steps=6, strategy=Mine)
+    assert mine[0]["loss"] == pytest.approx(3 * plain[0]["loss"], rel=1e-6)
+    assert mine[-1]["eval_loss"] > 2 * plain[-1]["eval_loss"]
+    assert [row["lr"] for row in mine] == [step / 1000 for step in range(1, 7)]
+    assert [group["lr"] for group in made[0].param_groups] == [0.006]
 
 
 def test_accumulated_micro_batches_equal_the_whole_batch(finetune: Finetune, model: Path, tmp_path: Path) -> None:

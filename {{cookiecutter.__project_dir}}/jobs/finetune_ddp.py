@@ -8,7 +8,7 @@ JOB = Job(DDPOptions, "train")  # reads the options, before the slow imports bel
 from raymill.training import launch
 from raymill.training.strategies import DDP
 
-STRATEGY = DDP  # a subclass can change the loss, the optimizer and the learning rate
+STRATEGY = DDP  # a subclass can change the loss, the optimizer and the learning rate: docs/training.md
 
 
 def main(options: DDPOptions) -> None:

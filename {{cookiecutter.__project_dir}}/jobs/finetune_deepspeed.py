@@ -8,7 +8,7 @@ JOB = Job(DeepSpeedOptions, "train", "deepspeed")  # reads the options, before t
 from raymill.training import launch
 from raymill.training.deepspeed_zero import ZeRO
 
-STRATEGY = ZeRO  # a subclass can change the loss, the optimizer and the learning rate
+STRATEGY = ZeRO  # a subclass can change the loss, the optimizer and the learning rate: docs/training.md
 
 
 def main(options: DeepSpeedOptions) -> None:

@@ -8,7 +8,7 @@ JOB = Job(FSDPOptions, "train", "fsdp")  # reads the options, before the slow im
 from raymill.training import launch
 from raymill.training.fsdp import FSDP
 
-STRATEGY = FSDP  # a subclass can change the loss, the optimizer and the learning rate
+STRATEGY = FSDP  # a subclass can change the loss, the optimizer and the learning rate: docs/training.md
 
 
 def main(options: FSDPOptions) -> None:

@@ -36,7 +36,7 @@ from raymill.ray_support import capacity, gang, job_lease, ray_logging
 from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS
 from raymill.ray_support.private.tune import is_in_trial
 from raymill.state_files import DamagedFile
-from raymill.training import failures, preflight, storage, transport, weights_check
+from raymill.training import code_identity, failures, preflight, storage, transport, weights_check
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, WriteCheckpoint
 from raymill.training.schedule import check_batches
@@ -180,7 +180,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     ray_logging.driver()
     _check_cluster(options, stream)
     with job_lease.hold(f"{options.output}/{options.name}", "--name"):
-        preflight.claim(options, identity | {"launcher": "Ray Train"})
+        preflight.claim(options, identity | {"launcher": "Ray Train"} | code_identity.identify(make_strategy))
         _check_list_of_checkpoints(options)
         storage.delete_file(_failure_file(options))
         trainer = _torch_trainer(options, make_strategy, stream, gang.scaling(options))

@@ -19,7 +19,7 @@ from raymill import output_lease
 from raymill.errors import UserError
 from raymill.output_lease import Holder, Lease, NoLease
 from raymill.state_files import DamagedFile
-from raymill.training import preflight, storage, transport
+from raymill.training import code_identity, preflight, storage, transport
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from raymill.training.schedule import check_batches
@@ -75,7 +75,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         transport.require_efa(device, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
         with ExitStack() as held:
-            _raise_on_all_ranks(_prepare(options, held) if dist.get_rank() == 0 else "")
+            _raise_on_all_ranks(_prepare(options, held, make_strategy) if dist.get_rank() == 0 else "")
             runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
             train(options, runtime, make_strategy)
     except UserError as error:
@@ -93,7 +93,7 @@ def _device(options: TrainOptions) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _prepare(options: TrainOptions, held: ExitStack) -> str:
+def _prepare(options: TrainOptions, held: ExitStack, make_strategy: MakeStrategy) -> str:
     """Check options, data and model, and create the run's folder. Return the error, or an empty string.
 
     `held` gets the lease on the folder.
@@ -105,7 +105,7 @@ def _prepare(options: TrainOptions, held: ExitStack) -> str:
                 "Leave out --stream, and set --output to a folder."
             )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-        identity = preflight.check_packed(options) | {"launcher": "torchrun"}
+        identity = preflight.check_packed(options) | {"launcher": "torchrun"} | code_identity.identify(make_strategy)
         held.enter_context(_lease(f"{options.output}/{options.name}"))
         preflight.claim(options, identity)
     except UserError as error:
