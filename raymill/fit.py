@@ -26,6 +26,7 @@ from raymill.common import cluster_file, gpu_types
 from raymill.errors import UserError
 from raymill.fake_gpu import build
 from raymill.instance_types import InstanceType
+from raymill.job_context import JobContext
 
 GIB = 2**30
 UNMODELED_GIB = 1
@@ -168,7 +169,7 @@ class Gpu:
         rank = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.instance.gpus)}
         rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         variables = self.variables(self.mib) | rank
-        variables |= {"PROFILE": "cluster", "FIT_REPORT": str(report)}
+        variables |= JobContext(profile="cluster", fit_report=str(report)).variables()
         command = [str(self.python), "-m", f"jobs.{job}", *options]
         output = subprocess.DEVNULL if quiet else None
         return subprocess.run(command, cwd=settings.PROJECT, env=variables, stdout=output, stderr=output)

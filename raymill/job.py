@@ -24,6 +24,7 @@ from tyro import _errors, constructors
 from raymill import sections as all_sections
 from raymill import settings
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 from raymill.printable import LogStream, printable
 from raymill.ray_support import job_secrets
 from raymill.serving import haproxy
@@ -34,8 +35,6 @@ PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
 Options = TypeVar("Options", bound=settings.Section)
 
 OPTIONS = constructors.ConstructorRegistry()
-CHECKED_FOR = "JOB_OPTIONS_CHECKED_FOR"
-"""Environment variable: the command to show in messages. If `inv submit` sets it, a job only checks its options."""
 
 
 class Job(Generic[Options]):
@@ -113,14 +112,14 @@ def parse(options_type: type[Options], *sections: str) -> Options:
     except SystemExit:  # --help
         print(printed.getvalue().replace(" [-h]", "", 1), end="")
         raise
-    if CHECKED_FOR in os.environ:
+    if JobContext.current().job_options_checked_for:
         sys.exit()
     return options
 
 
 def _command() -> str:
     """Return the command to show in messages, up to the options."""
-    return os.environ.get(CHECKED_FOR) or f"python -m jobs.{Path(sys.argv[0]).stem}"
+    return JobContext.current().job_options_checked_for or f"python -m jobs.{Path(sys.argv[0]).stem}"
 
 
 def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent) -> None:

@@ -10,6 +10,7 @@ from invoke import Exit
 
 from raymill import settings
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 
 
 def names() -> list[str]:
@@ -41,9 +42,11 @@ def check(job: str, options: list[str], profile: str) -> bool:
     """
     if not _has_job(find(job)):
         return True
-    checking = {"PROFILE": profile, "JOB_OPTIONS_CHECKED_FOR": settings.inv(f"submit {job} --")}
+    checking = JobContext(profile=profile, job_options_checked_for=settings.inv(f"submit {job} --"))
     command = [sys.executable, "-m", f"jobs.{job}", *options]
-    if code := subprocess.run(command, cwd=settings.PROJECT, env=os.environ | checking, check=False).returncode:
+    if code := subprocess.run(
+        command, cwd=settings.PROJECT, env=os.environ | checking.variables(), check=False
+    ).returncode:
         raise Exit(code=code)
     return not {"-h", "--help"} & set(options)
 

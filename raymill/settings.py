@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 
 PROJECT = Path(__file__).absolute().parents[1]  # not resolved, because in the template's tests `raymill` is a link
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
-TARGET = "INV_TARGET"
-"""Environment variable: the target of the verb or job that runs."""
 
 
 def inv(words: str, *values: str) -> str:
@@ -25,7 +24,7 @@ def inv(words: str, *values: str) -> str:
     It is for the target of the verb or job that runs. The values are quoted for a shell.
     """
     verb, _, rest = words.partition(" ")
-    target = os.environ.get(TARGET, "local")
+    target = JobContext.current().inv_target or "local"
     parts = ("inv", verb, "" if target == "local" else f"--target {target}", rest, shlex.join(values))
     return " ".join(part for part in parts if part)
 
@@ -44,7 +43,7 @@ S = TypeVar("S", bound=Section)
 
 def active_profile() -> str:
     """Return `local` or `cluster`. The verb that submits a job sets PROFILE; the default is `local`."""
-    return os.environ.get("PROFILE", "local")
+    return JobContext.current().profile or "local"
 
 
 def load(section_type: type[S], *names: str, profile: str | None = None, file: Path = FILE) -> S:
@@ -110,7 +109,7 @@ def resolve(path: str) -> str:
     """
     if "://" in path or os.path.isabs(path):
         return path
-    return f"{os.environ.get('PROJECT_DIR', PROJECT)}/{path}"
+    return f"{JobContext.current().project_dir or PROJECT}/{path}"
 
 
 def _tables(names: tuple[str, ...], profile: str) -> list[str]:

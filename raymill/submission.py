@@ -13,6 +13,7 @@ from ray.job_submission import JobDetails, JobStatus
 from raymill import job_output, job_scripts, settings
 from raymill.errors import UserError
 from raymill.job_client import JobClient, Unreachable, is_submitted, owner, user
+from raymill.job_context import JobContext
 from raymill.printable import printable
 from raymill.target import Connection, NotOnCluster, PastLog
 
@@ -76,9 +77,8 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
         "excludes": EXCLUDES,
         "env_vars": connection.job_variables
         | connection.capacity_variables()
+        | JobContext(inv_target=connection.target, secret_names=",".join(secret_names)).variables()
         | {
-            settings.TARGET: connection.target,
-            "SECRET_NAMES": ",".join(secret_names),
             "PYTHONUNBUFFERED": "1",
             "RAY_LOGGER_LEVEL": "warning",  # the jobs print what matters
         },

@@ -15,6 +15,7 @@ from invoke.main import program
 from raymill import command_line, environment, job_scripts, network, old_layout, sections, settings
 from raymill.console import Console
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 from raymill.printable import printable
 
 # each verb imports only what it needs, because all imports together take seconds
@@ -32,7 +33,9 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
         @functools.wraps(body)
         def checked(context: Context, *args: Any, **options: Any) -> None:
             try:
-                os.environ[settings.TARGET] = options.get("target", "local")  # for commands in messages, also of jobs
+                os.environ |= JobContext(
+                    inv_target=options.get("target", "local")
+                ).variables()  # for commands in messages, also of jobs
                 if body.__name__ != "doctor":  # which lists a wrong section with all other problems
                     _check_sections(is_fatal=body.__name__ != "down")  # which must end what costs money
                 body(context, *args, **options)

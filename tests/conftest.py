@@ -63,7 +63,7 @@ def in_project() -> None:
 def no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests work with any account, also if this project has a cluster."""
     monkeypatch.setattr(identity, "RECORD", tmp_path / "identity.json")
-    monkeypatch.delenv(settings.TARGET, raising=False)  # a verb that an earlier test called may have set it
+    monkeypatch.delenv("INV_TARGET", raising=False)  # a verb that an earlier test called may have set it
 
 
 @pytest.fixture(scope="session")

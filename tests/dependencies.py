@@ -19,7 +19,8 @@ OF_JOBS = tuple(
 )
 """What jobs use of the library, and verbs too."""
 OF_ALL = tuple(
-    f"raymill.{name}" for name in ("errors", "settings", "sections", "instance_types", "printable", "state_files")
+    f"raymill.{name}"
+    for name in ("errors", "job_context", "settings", "sections", "instance_types", "printable", "state_files")
 )
 
 Graph = Mapping[str, set[str]]

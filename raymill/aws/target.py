@@ -43,6 +43,7 @@ from raymill.doctor import Finding
 from raymill.env_file import EnvFile
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
+from raymill.job_context import JobContext
 from raymill.node.state import DASHBOARD_PORT
 from raymill.ray_support.aws_sections import NetworkSection
 from raymill.serving.options import ServeOptions
@@ -158,23 +159,25 @@ class Aws:
             headers=headers,
             forwarded_ports={serve_port: ports[serve_port]},
             job_variables={
-                "PROFILE": self.profile,
-                "PROJECT_DIR": f"s3://{bucket.name(file)}",
-                "SECRETS_PREFIX": f"{file.slug}/",
+                **self._context(file, secrets_prefix=f"{file.slug}/").variables(),
                 "AWS_DEFAULT_REGION": file.region,
             },
-            capacity_variables=lambda: {
-                "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
-                "GANG_OFFERS": json.dumps(capacity.offers(file)),
-                "SERVE_OFFERS": json.dumps(capacity.serve_offers(file)),
-            },
+            capacity_variables=lambda: JobContext(
+                cluster_nodes=json.dumps(capacity.possible_nodes(file)),
+                gang_offers=json.dumps(capacity.offers(file)),
+                serve_offers=json.dumps(capacity.serve_offers(file)),
+            ).variables(),
             relay_metrics=ssh_head.relay_metrics,
         )
 
     def storage_variables(self) -> dict[str, str]:
         file = self._file()
         bucket.require(file)
-        return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{bucket.name(file)}", **bucket.access(file)}
+        return self._context(file).variables() | bucket.access(file)
+
+    def _context(self, file: ClusterFile, secrets_prefix: str | None = None) -> JobContext:
+        folder = f"s3://{bucket.name(file)}"
+        return JobContext(profile=self.profile, project_dir=folder, secrets_prefix=secrets_prefix)
 
     def shell(self, command: str) -> int:
         ssh_head = ssh.find_head(self._file())

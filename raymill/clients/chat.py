@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from raymill import settings
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 from raymill.printable import printable
 from raymill.ray_support import job_secrets
 
@@ -95,7 +96,7 @@ def api_key(variables: Mapping[str, str]) -> str:
     `variables` are the environment variables of submitted jobs, which say where to find the key.
     """
     os.environ |= {name: value for name, value in variables.items() if name.startswith(("SECRETS_", "AWS_"))}
-    os.environ["SECRET_NAMES"] = "SERVE_API_KEY"
+    os.environ |= JobContext(secret_names="SERVE_API_KEY").variables()
     job_secrets.load()
     if found := os.environ.get("SERVE_API_KEY"):
         return found

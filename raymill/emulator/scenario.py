@@ -32,6 +32,7 @@ from raymill.demo import assets
 from raymill.emulator.addresses import CONTROL_PORT
 from raymill.emulator.waiting import wait_for
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 from raymill.target import Connection
 
 CONTROL_URL = f"http://127.0.0.1:{CONTROL_PORT}"
@@ -152,7 +153,7 @@ def upload_assets(file: ClusterFile) -> None:
         packing = subprocess.run(
             [sys.executable, "-m", "jobs.preprocess", *options],
             cwd=settings.PROJECT,
-            env=os.environ | {"PROFILE": "local"},
+            env=os.environ | JobContext(profile="local").variables(),
             capture_output=True,
             text=True,
         )

@@ -15,6 +15,7 @@ from raymill.doctor import Finding
 from raymill.env_file import EnvFile
 from raymill.errors import UserError
 from raymill.job_client import Unreachable
+from raymill.job_context import JobContext
 from raymill.local import crash_reason, doctor, head, processes, state
 from raymill.submission import LocalRaySection
 from raymill.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
@@ -65,9 +66,10 @@ class Local:
             log_folder=f"{cluster['temp']}/ray/session_latest/logs",
             job_variables={
                 **self.storage_variables(),
+                **JobContext(
+                    secrets_file=str(settings.PROJECT / ".env"), access_logs=str(state.ACCESS_LOGS)
+                ).variables(),
                 "RAY_ADDRESS": cluster["address"],  # otherwise parts of Ray Train connect to any Ray on this machine
-                "SECRETS_FILE": str(settings.PROJECT / ".env"),
-                "ACCESS_LOGS": str(state.ACCESS_LOGS),
                 "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # this machine is never preempted
             },
         )
@@ -88,7 +90,7 @@ class Local:
         raise UserError("local has no nodes that install packages. Run: inv bake --target aws")
 
     def storage_variables(self) -> dict[str, str]:
-        return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}
+        return JobContext(profile=self.profile, project_dir=str(settings.PROJECT)).variables()
 
     def shell(self, command: str) -> int:
         raise UserError("local runs on this machine, so there is no head to connect to. Use your own shell")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import ray
 
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 
 
 class NodeGroup(NamedTuple):
@@ -32,7 +33,7 @@ def nodes() -> list[NodeGroup]:
     [{"instance_type": "p4d.24xlarge", "resources": {"CPU": 96, "GPU": 8}, "count": 4}]. Without CLUSTER_NODES, return
     the running nodes.
     """
-    if described := os.environ.get("CLUSTER_NODES"):
+    if described := JobContext.current().cluster_nodes:
         return [NodeGroup(**node) for node in json.loads(described)]
     return [NodeGroup(node["Resources"], 1) for node in ray.nodes() if node["Alive"]]
 

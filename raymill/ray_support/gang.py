@@ -5,7 +5,6 @@ Traffic between zones is slow and costs money, and a partial allocation costs mo
 
 import itertools
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import ray
 from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from raymill.job_context import JobContext
 from raymill.ray_support.private import gcs
 from raymill.ray_support.private.autoscaler import ClusterStatus, cluster_status
 from raymill.ray_support.workers import WorkerOptions
@@ -50,17 +50,17 @@ class Offer(NamedTuple):
 
 def offers() -> list[Offer]:
     """Return the offers for training, in the order in which to try them."""
-    return _read_offers("GANG_OFFERS")
+    return _read_offers(JobContext.current().gang_offers)
 
 
 def serve_offers() -> list[Offer]:
     """Return the offers for serving, in the order in which to try them."""
-    return _read_offers("SERVE_OFFERS") or offers()
+    return _read_offers(JobContext.current().serve_offers) or offers()
 
 
-def _read_offers(variable: str) -> list[Offer]:
-    """Read the offers from an environment variable, which `inv submit` sets for AWS."""
-    return [Offer(**offer) for offer in json.loads(os.environ.get(variable, "[]"))]
+def _read_offers(offers: str | None) -> list[Offer]:
+    """Return the offers in this JSON, which `inv submit` passes to jobs on AWS."""
+    return [Offer(**offer) for offer in json.loads(offers or "[]")]
 
 
 def scaling(options: WorkerOptions) -> ScalingConfig:
@@ -91,7 +91,7 @@ def gather(
     Args:
         needs: the resources of each worker.
     """
-    if selector := os.environ.get("GANG_SELECTOR"):
+    if selector := JobContext.current().gang_selector:
         return json.loads(selector)
     for offer in itertools.cycle(candidates):
         failure = _reserve(offer, workers, needs, timeout_s)

@@ -13,10 +13,12 @@ from typing import Any
 
 from dotenv import dotenv_values
 
+from raymill.job_context import JobContext
+
 
 def load() -> None:
     """Add the named secrets to this process's environment, unless they are set. Names without a value stay unset."""
-    submitted = os.environ.get("SECRET_NAMES")
+    submitted = JobContext.current().secret_names
     # `python -m jobs.JOB` runs without `inv submit`, so nothing names the secrets: load all of .env
     names = submitted.split(",") if submitted else _from_file()
     for name, value in read(name for name in names if name not in os.environ).items():
@@ -29,7 +31,7 @@ def read(names: Iterable[str]) -> dict[str, str]:
     Raises:
         OSError or a botocore exception: the secrets cannot be read at the moment.
     """
-    if prefix := os.environ.get("SECRETS_PREFIX"):
+    if prefix := JobContext.current().secrets_prefix:
         return _from_aws(prefix, names)
     values = _from_file()
     return {name: value for name in names if (value := values.get(name))}
@@ -37,7 +39,7 @@ def read(names: Iterable[str]) -> dict[str, str]:
 
 def _from_file() -> Mapping[str, str | None]:
     # not settings.PROJECT, because every worker process runs this first and would have to import pydantic
-    file = Path(os.environ.get("SECRETS_FILE") or Path(__file__).parents[2] / ".env")
+    file = Path(JobContext.current().secrets_file or Path(__file__).parents[2] / ".env")
     return dotenv_values(file) if file.is_file() else {}
 
 

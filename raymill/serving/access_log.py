@@ -11,6 +11,7 @@ import os
 import time
 from pathlib import Path
 
+from raymill.job_context import JobContext
 from raymill.serving.accounting import RequestRecord
 
 PREFIX = "access-"
@@ -30,7 +31,7 @@ class AccessLog:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is used unless ACCESS_LOGS names another one."""
-        self._folder = Path(os.environ.get("ACCESS_LOGS") or folder)
+        self._folder = Path(JobContext.current().access_logs or folder)
         self._size = MAX_FILE_BYTES
         self._warned_at = -WARNING_INTERVAL_S
 

@@ -1,11 +1,10 @@
 """Starts a fine-tuning run: under Ray, or in this process if torchrun or `inv fit` started it."""
 
-import os
-
 import torch
 import torch.distributed as dist
 
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 from raymill.training import failures
 from raymill.training.options import TrainOptions
 from raymill.training.strategies import MakeStrategy
@@ -18,7 +17,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
             from raymill.training.runtimes import torchrun  # imported late: each runtime has its own dependencies
 
             torchrun.fit(options, make_strategy)
-        elif "FIT_REPORT" in os.environ:
+        elif JobContext.current().fit_report:
             from raymill.training.runtimes import fake_gpu
 
             fake_gpu.fit(options, make_strategy)

@@ -21,6 +21,7 @@ from ray.tune.schedulers import ASHAScheduler
 
 from raymill import job
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 from raymill.ray_support import capacity, gang
 from raymill.training import code_identity, launch, preflight
 from raymill.training.dataset import read_manifest
@@ -149,7 +150,7 @@ def _run_trial(
 ) -> dict[str, str] | None:
     """Run a trial. Tune calls this function. Return a user error instead of raising it."""
     options = runs[config["trial"]]
-    os.environ |= {"GANG_SELECTOR": json.dumps(zone)} if zone else {}
+    os.environ |= JobContext(gang_selector=json.dumps(zone) if zone else None).variables()
     for line in trial_store.curve(options.output, options.name):  # evaluations before a restart
         tune.report(line)
     try:

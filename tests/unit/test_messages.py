@@ -180,7 +180,7 @@ def job_options(job: str) -> sections.Keys:
 def test_a_command_names_the_target_and_quotes_values(
     monkeypatch: pytest.MonkeyPatch, target: str, words: str, values: tuple[str, ...], command: str
 ) -> None:
-    monkeypatch.setenv(settings.TARGET, target)
+    monkeypatch.setenv("INV_TARGET", target)
     assert settings.inv(words, *values) == command
 
 
@@ -191,7 +191,7 @@ def test_ctrl_c_proposes_commands_for_the_same_target(
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setenv(settings.TARGET, "local")
+    monkeypatch.setenv("INV_TARGET", "local")
     monkeypatch.setattr("raymill.targets.get", interrupted)
     for verb in ("up", "down", "prepare", "status"):
         with pytest.raises(Exit) as end:

@@ -76,7 +76,7 @@ def check(world_size: int = 16, device: str = "cuda") -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_tcp_between_machines_with_efa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.TARGET, "aws")
+    monkeypatch.setenv("INV_TARGET", "aws")
     with pytest.raises(UserError) as refused:
         check()
     text = str(refused.value)

@@ -15,6 +15,7 @@ from raymill.common import limits
 from raymill.common.cluster_file import ClusterFile
 from raymill.data.options import PreprocessOptions
 from raymill.doctor import Finding, judge
+from raymill.job_context import JobContext
 from raymill.ray_support import capacity, gpu_section
 from raymill.serving.keys import OWNER_SECRET
 from raymill.serving.options import ServeOptions
@@ -97,8 +98,10 @@ def check_limits(file: ClusterFile) -> Iterator[Finding]:
 @contextmanager
 def _cluster_nodes(nodes: list[dict[str, Any]]) -> Iterator[None]:
     """Set the variable from which raymill/ray_support/capacity.py reads the nodes, as in a submitted job."""
-    os.environ["CLUSTER_NODES"] = json.dumps(nodes)
+    variables = JobContext(cluster_nodes=json.dumps(nodes)).variables()
+    os.environ |= variables
     try:
         yield
     finally:
-        del os.environ["CLUSTER_NODES"]
+        for name in variables:
+            del os.environ[name]

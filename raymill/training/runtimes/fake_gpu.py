@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from raymill import settings
 from raymill.data.options import PreprocessOptions
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 from raymill.training import composite
 from raymill.training.dataset import Batch, as_batch
 from raymill.training.options import TrainOptions
@@ -29,9 +30,6 @@ from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.schedule import check_batches, spread
 from raymill.training.strategies import MakeStrategy
 from raymill.training.trainer import Trainer
-
-REPORT = "FIT_REPORT"
-"""Environment variable: the path of the file that `fit` writes its measurements to."""
 
 STEPS = 2  # only the second step starts with optimizer states in memory
 DOCUMENTS = 2  # per row
@@ -71,7 +69,7 @@ class FakeRows:
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Run STEPS optimizer steps, and write a report as JSON to the file that REPORT names.
+    """Run STEPS optimizer steps, and write a report as JSON to the file that the job's context names.
 
     All sizes are those of rank 0, in bytes. `allocated` and `reserved` are the peaks of torch's allocator on the GPU.
     `main_memory` is the peak size of large blocks in main memory after the weights were loaded. If the GPU had too
@@ -114,7 +112,7 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
         report["failed"] = part
     report |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     report["main_memory"] = _library().fake_gpu_main_memory_peak()
-    Path(os.environ[REPORT]).write_text(json.dumps(report))
+    Path(str(JobContext.current().fit_report)).write_text(json.dumps(report))
 
 
 def _hide_numbers() -> None:
