@@ -61,6 +61,7 @@ ATTRIBUTES = {
     "_fields": "namedtuple",
     "_replace": "namedtuple",
     "_exit": "os",
+    "_getframe": "sys",
     "_no_split_modules": "transformers",
     "_prompter": "botocore",
     "_account_id": "moto",
