@@ -71,9 +71,10 @@ SECRETS = "the secrets (0.40 dollars each per month)"
     [
         ({}, SECRETS),
         ({"private": "true"}, f"the NAT gateway (about 0.05 dollars per hour) and {SECRETS}"),
-        ({"private": "true", "subnets": '["subnet-1"]'}, SECRETS),  # the user's own gateway
+        # the user's own gateway
+        ({"private": "true", "subnets": '["subnet-1"]', "head_subnet": '"subnet-2"'}, SECRETS),
         (
-            {"private": "true", "certificate": '"arn:aws:acm:1"'},
+            {"private": "true", "certificate": '"arn:aws:acm:1"', "clients": '"203.0.113.0/24"'},
             "the load balancer (about 20 dollars per month), the NAT gateway (about 0.05 dollars per hour) and "
             + SECRETS,
         ),

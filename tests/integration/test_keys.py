@@ -27,7 +27,6 @@ from raymill.serving.keys import ApiKeys
 from raymill.target import KeyStore
 
 ENV = "# my secrets\nSERVE_API_KEY=the-owner\nexport SERVE_API_KEYS='bob:for-bob'\nHF_TOKEN=hf_x # token\n"
-TODAY = datetime.datetime.now(datetime.UTC).date()
 
 
 @pytest.fixture
@@ -112,9 +111,13 @@ def test_one_of_two_inv_up_writes_the_env(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
 
 
+def in_thirty_days() -> datetime.date:
+    return datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=30)
+
+
 def test_a_key_expires_at_the_end_of_its_last_day(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = add("alice", days=30)
-    last = TODAY + datetime.timedelta(days=30)
+    last = in_thirty_days()
     end = datetime.datetime(last.year, last.month, last.day, tzinfo=datetime.UTC).timestamp() + 24 * 3600
     for now, name in ((end - 1, "alice"), (end, None)):
         monkeypatch.setattr(server_keys.time, "time", lambda now=now: now)
@@ -124,7 +127,7 @@ def test_a_key_expires_at_the_end_of_its_last_day(file: Path, monkeypatch: pytes
 def test_a_list_shows_names_and_days_but_no_key(file: Path) -> None:
     add("alice", days=30, models="tiny,sql")
     file.write_text(file.read_text().replace("'bob", "'old:sha256=" + "0" * 64 + ":expires=2026-01-31,bob"))
-    day = str(TODAY + datetime.timedelta(days=30))
+    day = str(in_thirty_days())
     assert shown(EnvFile())[2:] == [
         ["old", "2026-01-31,", "expired", "all", "digest"],
         ["bob", "revoked", "all", "clear", "text"],
