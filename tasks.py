@@ -69,7 +69,7 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
     lint(context)
     if not (all_ or nightly):
         _step("running the quick tests")
-        context.run(f"{TESTS} {' '.join(QUICK_TESTS)}")
+        context.run(f"{TESTS} --numprocesses 2 --dist loadfile {' '.join(QUICK_TESTS)}")
         return
     _install_programs(context)
     project = _bake(context, TEST_PROJECT)

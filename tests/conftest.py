@@ -6,7 +6,10 @@ The tests run on the library's source, in a project that skeleton.py generates.
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from secrets import token_hex
@@ -14,7 +17,7 @@ from types import ModuleType
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
+from botocore.exceptions import EndpointConnectionError
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`; keeps Ray on loopback
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # without it, workers would get another environment under `uv run`
@@ -38,6 +41,15 @@ from raymill.network import free_ports
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+S3_SERVER = """
+import logging, os, sys, threading
+from moto.server import main
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+# ends with the tests, however they end
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+sys.stdout = open(os.devnull, "w")
+main(["--host", "127.0.0.1", "--port", sys.argv[1]])
+"""
 TAUGHT = 5  # number of facts that the model in model_folder knows
 
 
@@ -99,20 +111,31 @@ def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """Return the URI of an empty bucket on an S3 server in this process, which all AWS clients then use."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    """Return the URI of an empty bucket on an S3 server, which all AWS clients then use.
+
+    The server is a process of its own, because the tests of the emulated AWS empty all of moto's services in theirs.
+    """
+    [port] = free_ports(1)
+    server = subprocess.Popen([sys.executable, "-c", S3_SERVER, str(port)], stdin=subprocess.PIPE)
     os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    boto3.client("s3").create_bucket(Bucket="bucket")
+    client, deadline = boto3.client("s3"), time.monotonic() + 60
+    while True:
+        try:
+            client.create_bucket(Bucket="bucket")
+            break
+        except EndpointConnectionError:
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     yield "s3://bucket"
-    server.stop()
+    server.kill()
+    server.wait()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import pytest
 from moto.backends import get_backend
 from moto.cloudformation.models import Stack, cloudformation_backends
 from moto.iam.models import iam_backends
-from moto.s3.models import s3_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from raymill.aws import launcher_file
@@ -25,7 +24,7 @@ from raymill.emulator.api import Api
 from raymill.emulator.consistency import Consistency
 from raymill.emulator.moto_instances import ACCOUNT
 
-SERVICES = ("acm", "budgets", "cloudformation", "ec2", "elbv2", "iam", "lambda", "scheduler", "secretsmanager")
+SERVICES = ("acm", "budgets", "cloudformation", "ec2", "elbv2", "iam", "lambda", "s3", "scheduler", "secretsmanager")
 
 
 class QuietHandler(WSGIRequestHandler):
@@ -119,10 +118,6 @@ def serve(file: ClusterFile, settings_file: Path, patch: pytest.MonkeyPatch) -> 
 
 def _empty() -> None:
     stack_resources.PLACEMENT_GROUPS.clear()
-    for backend in (one for account in s3_backends.values() for one in account.values()):
-        for name in set(backend.buckets) - {"bucket"}:  # `reset` would delete that of the fixture `s3` too
-            del backend.buckets[name]
-            s3_backends.bucket_accounts.pop(name, None)
     for service in SERVICES:
         for backend in get_backend(service).values():
             for one in backend.values() if hasattr(backend, "values") else [backend]:
