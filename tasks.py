@@ -39,7 +39,7 @@ REHEARSAL_TEST = "tests/e2e/test_rehearsal.py"
 # The rehearsal runs alone, because it takes four times as long beside other tests. The others run in three processes on
 # two cores, because many wait, and in the order of their folders: the longest first.
 OTHER_TESTS = ("tests/e2e", "tests/emulator", "tests/integration", "tests/template", "tests/unit")
-IN_PARALLEL = f"--numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore {REHEARSAL_TEST}"
+IN_PARALLEL = f"--numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20 --ignore {REHEARSAL_TEST}"
 VLLM_ARGUMENTS = Path("raymill", "serving", "vllm_arguments.json")
 THIRD_PARTY = Path("raymill", "serving", "third_party")
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.

@@ -18,6 +18,9 @@ from types import ModuleType
 import boto3
 import pytest
 from botocore.exceptions import EndpointConnectionError
+from moto.backends import get_backend
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.server import ThreadedMotoServer
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`; keeps Ray on loopback
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # without it, workers would get another environment under `uv run`
@@ -136,6 +139,19 @@ def s3() -> Iterator[str]:
     yield "s3://bucket"
     server.kill()
     server.wait()
+
+
+@pytest.fixture
+def aws_in_this_process(monkeypatch: pytest.MonkeyPatch, s3: str) -> Iterator[str]:
+    """Let AWS clients use moto's services in this process, which the test can change. Return the URI of a bucket."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    yield s3
+    get_backend("s3")[DEFAULT_ACCOUNT_ID]["aws"].reset()
+    server.stop()
 
 
 @pytest.fixture(scope="session")

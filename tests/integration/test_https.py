@@ -18,7 +18,7 @@ CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000
 
 
 @pytest.fixture
-def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
+def file(aws_in_this_process: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     """Yield the cluster file. Moto simulates AWS, with the tests' bucket."""
     monkeypatch.setattr(key_pair, "ensure", lambda file, owner: None)
     monkeypatch.setattr(prepare, "_own_address", lambda: "192.0.2.1")

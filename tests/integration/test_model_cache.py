@@ -13,9 +13,7 @@ from typing import Any
 
 import boto3
 import pytest
-from moto.core import DEFAULT_ACCOUNT_ID
-from moto.s3.models import S3Backend, s3_backends
-from moto.server import ThreadedMotoServer
+from moto.s3.models import S3Backend
 from pretend_api import wait_until
 
 from raymill import settings
@@ -52,19 +50,6 @@ def hub(tmp_path: Path) -> Path:
         blob.write_bytes(content)
         (folder / name).symlink_to(blob)
     return folder
-
-
-@pytest.fixture
-def s3_in_this_process(monkeypatch: pytest.MonkeyPatch, s3: str) -> Iterator[None]:
-    """Let AWS clients use another S3 server, which the test can patch."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    yield
-    s3_backends[DEFAULT_ACCOUNT_ID]["aws"].reset()
-    server.stop()
 
 
 @pytest.fixture
@@ -118,7 +103,7 @@ def test_locally_a_folder_and_a_hub_id_stay_unchanged(assets: Path, monkeypatch:
     assert model_cache.on_this_node("owner/name") == "owner/name"
 
 
-@pytest.mark.usefixtures("s3_in_this_process")
+@pytest.mark.usefixtures("aws_in_this_process")
 def test_a_job_killed_while_it_copies_a_model_to_the_bucket(
     project: str, hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +116,7 @@ def test_a_job_killed_while_it_copies_a_model_to_the_bucket(
         assert_mirrored(project, hub, second)
 
 
-@pytest.mark.usefixtures("s3_in_this_process")
+@pytest.mark.usefixtures("aws_in_this_process")
 def test_two_jobs_copy_a_model_to_the_bucket_at_once(project: str, hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with weights_wait(monkeypatch) as uploads, job() as one, job() as other:
         assert_mirrored(project, hub, one, other)
