@@ -28,3 +28,9 @@ def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Emulate
     monkeypatch.setenv("HOME", str(tmp_path))  # for the private key
     with serve(cluster_file.load(), copy, monkeypatch) as account:
         yield account
+
+
+@pytest.fixture(autouse=True)
+def no_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the S3 server of other tests in this process. Tests here use moto in this process, or set the endpoint."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
