@@ -13,6 +13,9 @@ from raymill import settings
 MODULES = ("settings", "sections", "instance_types")
 """Modules that were at the top of the project."""
 CLIENTS = ("bench", "chat", "lm_eval")
+LIBRARY_TESTS = ("unit", "integration", "e2e", "clients")
+"""Folders in tests/ that had the tests of the library, which are in the template now."""
+COMMAND_LINE = re.compile(r"^\s*(?:from (?:pipeline|raymill)\.ray_support import .*\bcli\b|.*\bray_support\.cli\b)")
 IMPORT = re.compile(r"^\s*(?:from|import) ((?:pipeline|cluster|demo|settings|sections|instance_types)\b[\w.]*)")
 
 
@@ -25,10 +28,18 @@ def notes() -> Iterator[str]:
             yield f"{old} is now {new}: move your changes there, and delete {old}"
         else:
             yield f"{old} is in a folder of the old layout: move it to {new} if you need it, and else delete it"
+    for folder in LIBRARY_TESTS:
+        for file in sorted((settings.PROJECT / "tests" / folder).rglob("*.py")):
+            old = file.relative_to(settings.PROJECT)
+            fate = "move it to tests/ if it is yours, and else delete it"
+            yield f"{old} is in a folder of the library's tests, which are gone: {fate}"
     for file in [*settings.PROJECT.glob("*.py"), *sorted((settings.PROJECT / "jobs").rglob("*.py"))]:
         for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            if found := IMPORT.match(line):
-                place = f"{file.relative_to(settings.PROJECT)} line {number}"
+            place = f"{file.relative_to(settings.PROJECT)} line {number}"
+            if COMMAND_LINE.match(line):
+                instead = "make a Job and end with JOB.run(main), as jobs/evaluate.py does"
+                yield f"{place} imports cli, which is gone: {instead}"
+            elif found := IMPORT.match(line):
                 yield f"{place} imports {found[1]}, which is now {new_name(found[1])}"
 
 

@@ -66,7 +66,8 @@ def _restart_here(commands: list[str]) -> str:
 def _works(earlier: psutil.Process | None) -> bool:
     """Return whether another watchdog than the earlier one runs, and has renewed the lease since it took over.
 
-    The earlier one goes on renewing the lease if the new one ends before it takes over, for example at an import.
+    A new watchdog that fails before it takes over, for example at an import, leaves the earlier one running, and that
+    one still renews the lease.
     """
     now = process.running(WATCHDOG)
     if now is None or now == earlier:

@@ -34,48 +34,74 @@ def _collect(file: Path, name: str, trees: dict[tuple[Path, str], str]) -> None:
     """Add the definition of a global name, and of everything of the project that it uses, to `trees`."""
     if (file, name) in trees:
         return
-    module = ast.parse(file.read_text(encoding="utf-8"))
-    for node in module.body:
-        if name not in _defined(node):
-            continue
+    trees[file, name] = ""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            [alias] = [alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) == name]
-            parent = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            trees[file, name] = f"{name} = {parent}{alias.name}"
-            for imported, original in _project_files(parent, alias.name):
-                _collect(imported, original, trees)
+            _follow(node, file, {name}, trees)
+        elif name in _defined(node):
+            trees[file, name] += ast.unparse(_without_docstrings(node))
+            for one in ast.walk(node):
+                if isinstance(one, ast.Import | ast.ImportFrom):
+                    _follow(one, file, {_bound(alias) for alias in one.names}, trees)
+                elif isinstance(one, ast.Name) and one.id != name:
+                    _collect(file, one.id, trees)
+
+
+def _follow(node: ast.Import | ast.ImportFrom, file: Path, names: set[str], trees: dict[tuple[Path, str], str]) -> None:
+    """Add what an import binds to these names. `*` binds all names that its module defines."""
+    level = node.level if isinstance(node, ast.ImportFrom) else 0
+    package = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+    folder = file.parents[level - 1] if level else settings.PROJECT
+    for alias in node.names:
+        dotted = f"{package}.{alias.name}".strip(".")
+        if alias.name != "*" and _bound(alias) not in names:
             continue
-        trees[file, name] = trees.get((file, name), "") + ast.unparse(_without_docstrings(node))
-        for used in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} - {name}:
-            _collect(file, used, trees)
+        if alias.name != "*":
+            trees[file, _bound(alias)] = f"{_bound(alias)} = {'.' * level}{dotted}"
+        if dotted.partition(".")[0] == "raymill" and not level:
+            continue
+        if module := _find(folder, dotted):
+            wanted = _names(module)
+        elif package and (module := _find(folder, package)):
+            wanted = names & _names(module) if alias.name == "*" else {alias.name}
+        else:
+            continue
+        for one in sorted(wanted):
+            _collect(module, one, trees)
+
+
+def _bound(alias: ast.alias) -> str:
+    """Return the name that an import binds."""
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _find(folder: Path, dotted: str) -> Path | None:
+    """Return the file of a module or package in this folder, or None."""
+    path = folder.joinpath(*dotted.split("."))
+    found = (file for file in (path.with_name(f"{path.name}.py"), path / "__init__.py") if file.is_file())
+    return next(found, None)
+
+
+def _names(module: Path) -> set[str]:
+    """Return all global names that a module defines or imports."""
+    body = ast.parse(module.read_text(encoding="utf-8")).body
+    return {name for node in body for name in _defined(node)}
 
 
 def _defined(node: ast.stmt) -> set[str]:
-    """Return the global names that a statement defines."""
-    match node:
-        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-            return {name}
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {alias.asname or alias.name.partition(".")[0] for alias in names}
-        case _:
-            stored = (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
-            return {one.id for one in stored}
-
-
-def _project_files(parent: str, name: str) -> list[tuple[Path, str]]:
-    """Return the file and the names of what an import takes from the project: one name, or all of a module."""
-    if f"{parent}{name}".partition(".")[0] == "raymill":
-        return []
-    module = _file(f"{parent}{name}")
-    if module.is_file():
-        tree = ast.parse(module.read_text(encoding="utf-8"))
-        return [(module, one) for statement in tree.body for one in sorted(_defined(statement))]
-    module = _file(parent.rstrip("."))
-    return [(module, name)] if parent and module.is_file() else []
-
-
-def _file(module: str) -> Path:
-    return settings.PROJECT.joinpath(*module.split(".")).with_suffix(".py")
+    """Return the names that a statement defines, also inside `if` and `try`."""
+    if isinstance(node, DOCUMENTED):
+        return {node.name}
+    found: set[str] = set()
+    for one in ast.walk(node):
+        match one:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {_bound(alias) for alias in names}
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+    return found
 
 
 def _without_docstrings(node: ast.stmt) -> ast.stmt:

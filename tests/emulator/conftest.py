@@ -1,4 +1,4 @@
-"""These tests run in a generated project's environment, which has moto, psutil and Ray: see `test` in tasks.py."""
+"""Fixture: an account of the emulated AWS, in this process."""
 
 import shutil
 import signal

@@ -1,4 +1,4 @@
-"""These tests run in a generated project's environment: see `check_gpu_path` in tasks.py.
+"""Fixtures of the tests on fake GPUs, which `./inv check-gpu-path` runs.
 
 Code that needs CUDA runs in new processes, on fake GPUs and with the packages of the nodes.
 """

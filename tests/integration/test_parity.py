@@ -15,15 +15,17 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from raymill import settings
+from raymill.training.dataset import Batch
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.runtimes.torchrun import TorchrunRuntime
-from raymill.training.strategies import DDP, MakeStrategy
+from raymill.training.strategies import DDP, MakeStrategy, Strategy
 from raymill.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
@@ -56,6 +58,32 @@ WAYS: dict[str, Way] = {
     "zero2-offload": partial(_zero, 2, True),
     "zero3": partial(_zero, 3, False),
 }
+
+
+class Own(Strategy):
+    """A user's loss, optimizer and learning rate."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return 1.5 * super().loss(batch)
+
+    def make_optimizer(self, model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+        return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], momentum=0.9)
+
+    @staticmethod
+    def learning_rate(options: TrainOptions, step: int) -> float:
+        return 0.1 / step**0.5
+
+
+class OwnDDP(Own, DDP): ...
+
+
+class OwnFSDP(Own, FSDP): ...
+
+
+class OwnZeRO(Own, ZeRO): ...
+
+
+OWN: dict[MakeStrategy, MakeStrategy] = {DDP: OwnDDP, FSDP: OwnFSDP, ZeRO: OwnZeRO}
 BY_MACHINE: dict[str, dict[str, bool]] = {"fsdp": {"hybrid_shard": True}, "zero3": {"hpz": True}}
 """Settings that shard parameters within each machine, by strategy."""
 
@@ -88,6 +116,29 @@ def test_two_ranks_agree_with_one_process(way: str, alone: list[Row], changes: d
     rows = _spread(WAYS[way], 2, changes | {"name": way})
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
     _assert_same_result(rows, way, alone, changes)
+
+
+@pytest.fixture(scope="module")
+def own_alone(changes: dict[str, Any]) -> list[Row]:
+    return _alone(changes | {"name": "own-alone"}, OwnDDP)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["fsdp", "zero3", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("ddp", "zero1", "zero2-offload"))],
+)
+def test_a_users_loss_optimizer_and_learning_rate_work_with_each_strategy(
+    way: str, own_alone: list[Row], changes: dict[str, Any]
+) -> None:
+    def own(changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
+        options, strategy = WAYS[way](changes)
+        return options, OWN[strategy]
+
+    for stop in (10, STEPS):  # the second run resumes, also the optimizer's momentum
+        rows = _spread(own, 2, changes | {"name": f"own-{way}", "stop_after": stop})
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    assert rows[3]["lr"] == pytest.approx(0.05)
+    _assert_close(rows, own_alone, EXACT)
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +233,8 @@ def test_bf16_is_close_to_fp32(way: str, alone: list[Row], changes: dict[str, An
     assert apart > EXACT  # otherwise the run did not compute in bf16
 
 
-def _alone(changes: dict[str, Any]) -> list[Row]:
-    options, make_strategy = _ddp(changes)
+def _alone(changes: dict[str, Any], make_strategy: MakeStrategy = DDP) -> list[Row]:
+    options, _ = _ddp(changes)
     folder = Path(options.output, options.name)
     train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), make_strategy)
     return _rows(folder)

@@ -44,12 +44,18 @@ def main(options):
 LOSSES = "FACTOR = 1.0\n\ndef focal(batch):\n    return FACTOR\n\ndef extra(batch):\n    return 0\n"
 
 
-def identity(folder: Path, script: str = SCRIPT, losses: str = LOSSES, name: str = "jobs.mine") -> str:
+def identity(
+    folder: Path,
+    script: str = SCRIPT,
+    losses: str = LOSSES,
+    name: str = "jobs.mine",
+    place: str = "jobs/losses.py",
+) -> str:
     """Return the identity of the class Mine in a project with this script."""
-    (folder / "jobs").mkdir(exist_ok=True)
+    modules = {"jobs": folder / "jobs" / "__init__.py", "jobs.losses": folder / place}
+    modules["jobs.losses"].parent.mkdir(parents=True, exist_ok=True)
+    modules["jobs.losses"].write_text(losses)
     (folder / "jobs" / "mine.py").write_text(script)
-    (folder / "jobs" / "losses.py").write_text(losses)
-    modules = {"jobs": folder / "jobs" / "__init__.py", "jobs.losses": folder / "jobs" / "losses.py"}
     modules["jobs"].touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "PROJECT", folder)
@@ -101,6 +107,26 @@ def test_comments_docstrings_formatting_and_other_code_do_not_count(tmp_path: Pa
     if "(scaled" in new:
         changed = changed.replace("losses.extra(batch)", "losses.extra(batch))")
     assert identity(tmp_path) == identity(tmp_path, changed)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from jobs.losses import focal as mine",
+        "from .losses import focal as mine",
+        "from jobs.losses import *\nmine = focal",
+        "import jobs.losses\nmine = jobs.losses.focal",
+        "try:\n    from jobs.losses import focal as mine\nexcept ImportError:\n    mine = None",
+        "def mine(batch):\n    from jobs.losses import focal\n    return focal(batch)",
+        "if True:\n    def mine(batch):\n        return losses.focal(batch)",
+    ],
+)
+@pytest.mark.parametrize("place", ["jobs/losses.py", "jobs/losses/__init__.py"])
+def test_a_changed_loss_is_seen_however_it_is_imported(tmp_path: Path, line: str, place: str) -> None:
+    script = SCRIPT.replace("from jobs.losses import focal as mine", line).replace("+ losses.extra(batch)", "")
+    before = identity(tmp_path, script, place=place)
+    assert before != identity(tmp_path, script, LOSSES.replace("FACTOR = 1.0", "FACTOR = 1.5"), place=place)
+    assert before == identity(tmp_path, script, f"# a comment\n{LOSSES}", place=place)
 
 
 def test_how_the_script_was_started_does_not_count(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ FILES = {
     "cluster/chat.py": "cluster/chat.py is now raymill/clients/chat.py: move your changes there",
     "cluster/node/mine.py": "cluster/node/mine.py is in a folder of the old layout: move it to raymill/node/mine.py "
     "if you need it, and else delete it",
+    "tests/unit/test_packing.py": "tests/unit/test_packing.py is in a folder of the library's tests, which are gone: "
+    "move it to tests/ if it is yours, and else delete it",
     "settings.py": "settings.py is now raymill/settings.py: move your changes there",
     "demo/play.py": "demo/play.py is now raymill/demo/play.py: move your changes there",
 }
@@ -20,6 +22,9 @@ IMPORTS = {
     "from pipeline.data import rows": "imports pipeline.data, which is now raymill.data",
     "    from cluster.chat import chat": "imports cluster.chat, which is now raymill.clients.chat",
     "from pipeline import state_files": "imports pipeline, which is now raymill",
+    "from pipeline.ray_support import cli": "imports cli, which is gone: make a Job and end with JOB.run(main), as ",
+    "from raymill.ray_support import capacity, cli": "line 1 imports cli, which is gone: make a Job",
+    "import pipeline.ray_support.cli as cli": "line 1 imports cli, which is gone: make a Job",
     "import demo.play": "imports demo.play, which is now raymill.demo.play",
 }
 
