@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from invoke import Context, Exit, task
+from invoke import Collection, Context, Exit, task
+from invoke.main import program
 from packaging.markers import Marker
 
 from raymill import environment
@@ -27,6 +28,7 @@ environment.enter()  # creates .venv on first use; after this line, all packages
 
 import bake
 from faults import catalog
+from raymill import command_line
 from raymill.environment import TOOLS
 
 PYTHON = shlex.quote(sys.executable)
@@ -360,3 +362,6 @@ def _without_needless_marker(line: str, supported: list[str]) -> str:
 
 def _step(title: str) -> None:
     print(f"==> {title}", flush=True)
+
+
+command_line.normalize(program, Collection.from_module(sys.modules[__name__]))

@@ -294,6 +294,16 @@ def test_a_subclass_of_the_strategy_changes_the_loss_the_optimizer_and_the_learn
     assert [group["lr"] for group in made[0].param_groups] == [0.006]
 
 
+def test_the_documented_strategy_trains(finetune: Finetune) -> None:
+    page = (settings.PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "jobs.mine"}
+    exec(code, names)
+    plain, mine = finetune(name="plain", steps=6), finetune(name="mine", steps=6, strategy=names["STRATEGY"])
+    assert mine[0]["loss"] == pytest.approx(0.5 * plain[0]["loss"], rel=1e-6)
+    assert mine[3]["lr"] == pytest.approx(mine[0]["lr"] / 2)
+
+
 def test_accumulated_micro_batches_equal_the_whole_batch(finetune: Finetune, model: Path, tmp_path: Path) -> None:
     still = _without_dropout(model, tmp_path / "model")
     whole = finetune(name="whole", model=still, micro_batch_rows=8)

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ def load_tasks() -> Any:
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(environment, "enter", lambda: None)  # it could replace this process
+        patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
     return module
 
