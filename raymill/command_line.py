@@ -3,7 +3,7 @@
 import difflib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from invoke import Argument, Collection, Exit, ParserContext, Program
@@ -53,6 +53,7 @@ def normalize(program: Program, verbs: Collection) -> None:
     elif words[0] in JOB_ID_VERBS and positions:
         words.insert(positions[0], "--job")
     _check_options(words, flags, required)
+    _refuse_more_words(words, flags, sum(argument.positional for argument in arguments), found)
 
 
 def _check_options(words: list[str], flags: dict[str, Argument], required: list[Argument]) -> None:
@@ -75,6 +76,13 @@ def _check_options(words: list[str], flags: dict[str, Argument], required: list[
             raise Exit(f"error: {flag} needs a value. Run: inv {words[0]} --help", 1)
         if argument.kind is int and value is not None and not value.isdecimal():
             raise Exit(f"error: {flag} needs a whole number, not {value!r}. Run: inv {words[0]} --help", 1)
+
+
+def _refuse_more_words(words: list[str], flags: dict[str, Argument], count: int, verbs: Iterable[str]) -> None:
+    """Reject a word that is neither one of the `count` positional arguments nor the next verb of several."""
+    more = next((words[index] for index in _positional(words, flags)[count:]), None)
+    if more is not None and more not in verbs:
+        raise Exit(printable(f"error: {words[0]} takes no {more!r}. Run: inv {words[0]} --help"), 1)
 
 
 def _contexts(verbs: Collection) -> list[ParserContext]:

@@ -5,6 +5,7 @@ The job runs for two steps, with the nodes' packages and with tensors of the rea
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ from typing import Any
 from invoke import Exit
 from rich.console import Console
 
-from raymill import environment, job_scripts, settings
+from raymill import environment, job_scripts, sections, settings
 from raymill.common import cluster_file, gpu_types
 from raymill.errors import UserError
 from raymill.fake_gpu import build
@@ -37,9 +38,6 @@ COMPLETE = "packages-are-complete"
 """Name of a file in the nodes' environment. It exists after a complete installation."""
 
 RECORD_FILE = settings.PROJECT / "results" / "fit.json"
-SECTIONS = ("train", "deepspeed", "fsdp", "preprocess")
-"""Sections of settings.toml that decide how much memory a fine-tuning job needs."""
-
 SWITCHES = (["--gradient-checkpointing"], ["--micro-batch-rows", "1"], ["--lora-rank", "16"])
 """Options that save memory, in the order in which they are tried."""
 
@@ -90,7 +88,7 @@ def last_result(job: str, options: list[str]) -> str:
     If `inv fit` has not measured exactly these settings, return a sentence that says so.
     """
     record = _records().get(job)
-    if not record or record["settings"] != _settings(options):
+    if not record or record["settings"] != _settings(job, options):
         command = shlex.join(["inv", "fit", job, *(["--", *options] if options else [])])
         return f"inv fit has not measured {job} with these settings. To check the memory first, run: {command}"
     return f"inv fit, on {record['at']}: {record['result']}"
@@ -109,16 +107,19 @@ def _records() -> dict[str, dict[str, Any]]:
 
 
 def _save(job: str, options: list[str], result: str) -> None:
-    record = {"at": time.strftime("%Y-%m-%d %H:%M"), "result": result, "settings": _settings(options)}
+    record = {"at": time.strftime("%Y-%m-%d %H:%M"), "result": result, "settings": _settings(job, options)}
     RECORD_FILE.parent.mkdir(exist_ok=True)
     RECORD_FILE.write_text(json.dumps(_records() | {job: record}, indent=2) + "\n")
 
 
-def _settings(options: list[str]) -> list[Any]:
-    """Return what the result depends on: the options, the GPUs, and sections of settings.toml."""
+def _settings(job: str, options: list[str]) -> list[Any]:
+    """Return what the result depends on: the options, the GPUs, sections of settings.toml, and the code in jobs/."""
     document = tomllib.loads(settings.FILE.read_text(encoding="utf-8"))
-    sections = [[tables.get(name) for name in SECTIONS] for tables in (document, document.get("cluster", {}))]
-    return [options, _instance().name, *sections]
+    names = [name for entry in sections.declared_in(job) for name in entry.names] + ["preprocess"]
+    tables = [[tables.get(name) for name in names] for tables in (document, document.get("cluster", {}))]
+    scripts = sorted((settings.PROJECT / "jobs").rglob("*.py"))
+    code = hashlib.sha256(b"".join(script.read_bytes() for script in scripts)).hexdigest()
+    return [options, _instance().name, *tables, code]
 
 
 def _result(needed: Measured, gpu: "Gpu") -> str:

@@ -72,7 +72,13 @@ def run(main: Callable[[Options], None], options: Options) -> None:
 
 
 def load(name: str) -> ModuleType:
-    """Import a script of jobs/. That runs nothing: the script reads its options and runs only if it is the program."""
+    """Import a script of jobs/. That runs nothing: the script reads its options and runs only if it is the program.
+
+    Raises:
+        UserError: there is no such script.
+    """
+    if not (settings.PROJECT / "jobs" / f"{name}.py").is_file():
+        raise UserError(f"there is no job {name!r}. Use the name of a file in jobs/, without .py.")
     return importlib.import_module(f"jobs.{name}")
 
 

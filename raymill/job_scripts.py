@@ -19,8 +19,8 @@ def names() -> list[str]:
 
 
 def fine_tuning() -> list[str]:
-    """Return the names of the jobs that fine-tune a language model."""
-    return [name for name in names() if name.startswith("finetune_")]
+    """Return the names of the jobs that fine-tune a language model: those whose script defines STRATEGY."""
+    return [name for name in names() if "STRATEGY" in _assigned(find(name))]
 
 
 def find(job: str) -> Path:
@@ -52,7 +52,23 @@ def check(job: str, options: list[str], profile: str) -> bool:
 
 
 def _has_job(script: Path) -> bool:
-    """Return whether the script makes a `Job`. Reads its code, because importing it could take seconds."""
-    body = ast.parse(script.read_text(encoding="utf-8")).body
-    calls = [node.value for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
-    return any(ast.unparse(call.func).rpartition(".")[2] == "Job" for call in calls)
+    """Return whether the script makes a `Job`."""
+    values = [value for value in _assigned(script).values() if isinstance(value, ast.Call)]
+    return any(ast.unparse(value.func).rpartition(".")[2] == "Job" for value in values)
+
+
+def _assigned(script: Path) -> dict[str, ast.expr | None]:
+    """Return the expressions that a script assigns to its global names. A script with a syntax error assigns nothing.
+
+    Reads the code, because importing it could take seconds.
+    """
+    try:
+        body = ast.parse(script.read_text(encoding="utf-8")).body
+    except SyntaxError:
+        return {}  # running the script shows the error
+    found: dict[str, ast.expr | None] = {}
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(ast.Name(id=name), value=value):
+                found[name] = value
+    return found

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raymill import settings
 from raymill.errors import UserError
@@ -68,8 +68,8 @@ SECTIONS = (
     Entry("raymill.rag.options.EmbedOptions", ("embed",)),
     Entry("raymill.rag.options.RagOptions", ("rag",)),
     Entry("raymill.rag.options.EvaluateRagOptions", ("evaluate_rag",)),
-    # the sections of your own jobs: Entry("jobs.my_job.Options", ("my_job",)),
 )
+"""The library's sections. A job of your own declares its section with its `Job`."""
 
 Keypath = tuple[str, ...]
 """The parts of a dotted name, such as ("cluster", "limits", "hours")."""
@@ -89,32 +89,63 @@ def check(file: Path | None = None) -> None:
         line = settings.line_of(file, path)
         return f"{file.name} line {line}" if line else file.name
 
-    for problem in problems(settings.parse(file), place):
+    document = settings.parse(file)
+    if not any(problems(document, place, SECTIONS)):
+        return
+    # only now, because it parses all scripts, and a script that is just being edited must not stop a verb
+    for problem in problems(document, place, all_entries()):
         raise UserError(problem)
 
 
-def problems(document: Mapping[str, Any], place: Callable[[Keypath], str]) -> Iterator[str]:
-    """Yield a sentence for each unknown table or key. `place` says where in the file it is."""
-    for path, value in _tables(document):
+def all_entries() -> tuple[Entry, ...]:
+    """Return SECTIONS, and the sections that only scripts in jobs/ declare, with their `Job`.
+
+    Raises:
+        UserError: a script is not valid Python.
+    """
+    scripts = sorted((settings.PROJECT / "jobs").glob("*.py"))
+    return (*SECTIONS, *(entry for script in scripts for entry in declared_in(script.stem) if entry not in SECTIONS))
+
+
+def declared_in(job: str) -> list[Entry]:
+    """Return the section that a script in jobs/ reads, in a list, or an empty list if it reads none.
+
+    Raises:
+        UserError: the script is not valid Python.
+    """
+    module = f"jobs.{job}"
+    classes, imported, body = _parsed(module)
+    calls = [node.value for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    found = []
+    for call in calls:
+        if ast.unparse(call.func).rpartition(".")[2] == "Job" and len(call.args) > 1:
+            kind, *names = map(ast.unparse, call.args)
+            found.append(Entry(_full_name(module, kind, classes, imported), tuple(map(ast.literal_eval, names))))
+    return found
+
+
+def problems(document: Mapping[str, Any], place: Callable[[Keypath], str], entries: tuple[Entry, ...]) -> Iterator[str]:
+    """Yield a sentence for each table or key that is not in these entries. `place` says where in the file it is."""
+    for path, value in _tables(document, entries):
         name = ".".join(path)
-        readers = [entry for entry in SECTIONS if name in entry.tables]
+        readers = [entry for entry in entries if name in entry.tables]
         if not _is_table(value):
-            homes = [f"to [{entry.tables[0]}]" for entry in SECTIONS if path[-1] in keys(entry.type)]
+            homes = [f"to [{entry.tables[0]}]" for entry in entries if path[-1] in keys(entry.type)]
             home = (*homes, "below the header of one")[0]
             yield f"{place(path)}: the key {path[-1]} is in no section. Move it {home}"
         elif not readers:
-            yield _unknown_table(place(path), path)
+            yield _unknown_table(place(path), path, entries)
         elif isinstance(value, list):
             yield f"{place(path)}: [[{name}]] is a list of tables. Write [{name}]"
         else:
             known = {key: kind for reader in readers for key, kind in keys(reader.type).items()}
-            for inner, problem in _unknown_keys(path, value, known):
+            for inner, problem in _unknown_keys(path, value, known, entries):
                 yield f"{place(inner)}, key {'.'.join(inner)}: {problem}"
 
 
-def _tables(document: Mapping[str, Any]) -> Iterator[tuple[Keypath, Any]]:
+def _tables(document: Mapping[str, Any], entries: tuple[Entry, ...]) -> Iterator[tuple[Keypath, Any]]:
     """Yield everything that stands where a section is expected: at the top, and in a profile, even a misspelled one."""
-    sections = {entry.name for entry in SECTIONS}
+    sections = {entry.name for entry in entries}
     for name, value in document.items():
         has_only_tables = isinstance(value, dict) and bool(value) and all(_is_table(inner) for inner in value.values())
         if isinstance(value, dict) and (name in settings.PROFILES or (has_only_tables and name not in sections)):
@@ -128,31 +159,33 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
 
 
-def _unknown_table(place: str, path: Keypath) -> str:
+def _unknown_table(place: str, path: Keypath, entries: tuple[Entry, ...]) -> str:
     name = ".".join(path)
-    usual = {table: entry.tables[0] if "." not in table else table for entry in SECTIONS for table in entry.tables}
+    usual = {table: entry.tables[0] if "." not in table else table for entry in entries for table in entry.tables}
     if path[0] in settings.PROFILES and path[-1] in usual:
         return f"{place}: [{name}] is never read. Write [{usual[path[-1]]}]"
     near = difflib.get_close_matches(name.lower(), usual, 1)
     guess = f" Did you mean [{usual[near[0]]}]?" if near else ""
-    new = "add a new section to SECTIONS in raymill/sections.py"
+    new = f'declare it in the script that reads it: JOB = Job(Options, "{path[-1]}")'
     return f"{place}: there is no section [{name}].{guess} Correct that line, or {new}"
 
 
-def _unknown_keys(path: Keypath, table: Mapping[str, Any], known: Keys) -> Iterator[tuple[Keypath, str]]:
+def _unknown_keys(
+    path: Keypath, table: Mapping[str, Any], known: Keys, entries: tuple[Entry, ...]
+) -> Iterator[tuple[Keypath, str]]:
     for key, value in table.items():
         if key not in known:
-            yield (*path, key), _unknown_key(path, key, known)
+            yield (*path, key), _unknown_key(path, key, known, entries)
         elif isinstance(value, dict) and known[key] is None:
             yield (*path, key), "this needs a value, not a table. Correct that line"
         elif isinstance(value, dict) and (nested := known[key]):
-            yield from _unknown_keys((*path, key), value, nested)
+            yield from _unknown_keys((*path, key), value, nested, entries)
 
 
-def _unknown_key(path: Keypath, key: str, known: Keys) -> str:
+def _unknown_key(path: Keypath, key: str, known: Keys, entries: tuple[Entry, ...]) -> str:
     if key in settings.PROFILES:
         return f"no such key. Did you mean [{key}.{path[-1]}]? Correct that line"
-    for entry in SECTIONS:
+    for entry in entries:
         if ".".join(path[:2]) not in entry.tables and key in keys(entry.type):
             same_profile = f"{path[0]}.{entry.name}"
             home = same_profile if same_profile in entry.tables else entry.tables[0]
@@ -172,14 +205,14 @@ def keys(class_name: str) -> Keys:
         UserError: the project has no such class.
     """
     module, _, name = class_name.rpartition(".")
-    if not _file(module).exists() or name not in _names(module)[0]:
-        raise UserError(f"sections.py names {class_name}, but there is no such class. Correct that line")
+    if not _file(module).exists() or name not in _parsed(module).classes:
+        raise UserError(f"a section has the class {class_name}, but there is no such class. Correct its name")
     return _keys(module, name)
 
 
 @functools.cache
 def _keys(module: str, name: str) -> Keys:
-    classes, _ = _names(module)
+    classes = _parsed(module).classes
     found: Keys = {}
     for base in classes[name].bases:
         found |= _keys_of(module, base) or {}
@@ -201,18 +234,31 @@ def _nested(module: str, annotation: ast.expr) -> Keys | None:
 
 def _keys_of(module: str, reference: ast.expr) -> Keys | None:
     """Return the keys of the class that an expression in a module names, or None if it is no class of the project."""
-    classes, imported = _names(module)
-    first, dot, rest = ast.unparse(reference).partition(".")
-    full = f"{module}.{first}" if first in classes else f"{imported.get(first, '')}{dot}{rest}"
-    owner, _, name = full.rpartition(".")
-    if not owner or not _file(owner).exists() or name not in _names(owner)[0]:
+    classes, imported, _ = _parsed(module)
+    owner, _, name = _full_name(module, ast.unparse(reference), classes, imported).rpartition(".")
+    if not owner or not _file(owner).exists() or name not in _parsed(owner).classes:
         return None
     return _keys(owner, name)
 
 
+def _full_name(module: str, name: str, classes: Mapping[str, ast.ClassDef], imported: Mapping[str, str]) -> str:
+    """Return the full name of a class that a module calls `name`, or an empty string if the name is unknown."""
+    first, dot, rest = name.partition(".")
+    return f"{module}.{first}" if first in classes else f"{imported.get(first, '')}{dot}{rest}"
+
+
+class _Module(NamedTuple):
+    """What is defined at the top level of a module."""
+
+    classes: dict[str, ast.ClassDef]
+    imported: dict[str, str]
+    """Full names of what it imports."""
+    body: list[ast.stmt]
+
+
 @functools.cache
-def _names(module: str) -> tuple[dict[str, ast.ClassDef], dict[str, str]]:
-    """Return the classes of a module of the project, and the full names of what it imports."""
+def _parsed(module: str) -> _Module:
+    """Return what a module of the project defines."""
     file = _file(module)
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
@@ -224,7 +270,8 @@ def _names(module: str) -> tuple[dict[str, ast.ClassDef], dict[str, str]]:
             imported |= {one.asname or one.name: f"{statement.module}.{one.name}" for one in statement.names}
         elif isinstance(statement, ast.Import):
             imported |= {one.asname or one.name: one.name for one in statement.names}
-    return {statement.name: statement for statement in body if isinstance(statement, ast.ClassDef)}, imported
+    classes = {statement.name: statement for statement in body if isinstance(statement, ast.ClassDef)}
+    return _Module(classes, imported, body)
 
 
 def _file(module: str) -> Path:

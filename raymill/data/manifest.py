@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from typing import Any
 
+from raymill.data import row_formats
 from raymill.data.options import PreprocessOptions
 from raymill.data.row_sources import RowSource
 from raymill.data.shards import PartitionSummary, ShardPlan, ShardSummary
@@ -39,6 +40,7 @@ def configuration(
             }
             for source in sources
         ],
+        "formats": row_formats.identity(sources[0].formats),
         "tokenizer": {
             "model": model_cache.find(options.model),
             "hash": tokenizer_hash(hugging_face),

@@ -9,6 +9,7 @@ from pyarrow.fs import FileSelector, FileType
 
 from raymill import state_files
 from raymill.data.output import open_output
+from raymill.data.row_formats import PUBLISHED
 from raymill.errors import UserError
 from raymill.output_lease import is_lease
 
@@ -26,7 +27,10 @@ class PackedFolder:
     def is_complete(self, configuration: dict[str, Any]) -> bool:
         """Return whether the folder has a complete data set whose manifest contains this configuration."""
         manifest = self._manifest()
-        return manifest is not None and configuration.items() <= manifest.items()
+        if manifest is None:
+            return False
+        of_older_versions = {"formats": PUBLISHED}
+        return configuration.items() <= (of_older_versions | manifest).items()
 
     def begin(self, overwrite: bool) -> None:
         """Mark the folder as unfinished. Delete what an interrupted run or, with `overwrite`, a complete run wrote."""

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import ray.data
 
+from raymill.data.row_formats import columns_of
 from raymill.data.row_sources import RowSource
 from raymill.data.rows import ROWS, Piece, checked, read
 
@@ -26,7 +27,8 @@ def dataset(sources: list[RowSource], seed: int = 0, report: Callable[..., Any] 
     def read_pieces(pieces: pa.Table) -> Iterator[pa.Table]:
         for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
             count, source = 0, sources[piece.source]
-            rows = map(checked, read(source.files.filesystem, piece))
+            raw = read(source.files.filesystem, piece, columns_of(source.formats))
+            rows = (checked(row, source.formats) for row in raw)
             for batch in _batches(_repeat(rows, piece.source, source.weight, seed)):
                 count += len(batch)
                 yield batch

@@ -1,11 +1,14 @@
 """Read training rows in published formats: conversations, instructions with answers, prompts with completions, or text.
 
-The columns of a row determine its format. `preprocess` prints the names of columns that no format reads.
+The columns of a row determine its format. `preprocess` prints the names of columns that no format reads. A job's script
+can add formats of its own: docs/data.md.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from raymill import code_identity
 from raymill.data.examples import BadRow, Completion, Conversation, Example, Message
 from raymill.data.messages import (
     REASONING_KEYS,
@@ -15,6 +18,7 @@ from raymill.data.messages import (
     require_objects,
     require_text,
 )
+from raymill.errors import UserError
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -60,13 +64,15 @@ class Format(NamedTuple):
         return frozenset(name for names in self.required for name in names) | frozenset(self.optional)
 
 
-def read_example(row: Mapping[str, Any]) -> Example:
-    """Return the example in a row.
+def read_example(row: Mapping[str, Any], formats: Iterable[Format] = ()) -> Example:
+    """Return the example in a row, as the first of these formats reads it that fits. Without `formats`: FORMATS.
 
     Raises:
         BadRow: no format fits the row, or the row is malformed.
+        UserError: a format of the user returns something else than an example.
     """
-    example = format_of(row).read(row)
+    row_format = format_of(row, formats)
+    example = row_format.read(row) if row_format in FORMATS else _read_own(row_format, row)
     if isinstance(example, Completion):
         if not example.completion.strip():
             raise BadRow("nothing to train on, because the text is empty")
@@ -81,20 +87,41 @@ def read_example(row: Mapping[str, Any]) -> Example:
     return example
 
 
-def format_of(row: Mapping[str, Any]) -> Format:
-    """Return the first of FORMATS that fits a row.
+def format_of(row: Mapping[str, Any], formats: Iterable[Format] = ()) -> Format:
+    """Return the first format that fits a row. Without `formats`: the first of FORMATS.
 
     Raises:
         BadRow: no format fits, or the row has an unsupported format.
     """
-    found = next((row_format for row_format in FORMATS if row_format.fits(row)), None)
-    if not found or found.required[0] == ("prompt",):
+    found = next((row_format for row_format in formats or FORMATS if row_format.fits(row)), None)
+    if not found or (found in FORMATS and found.required[0] == ("prompt",)):
         for columns, reason in UNSUPPORTED.items():
             if all(row.get(name) is not None for name in columns):
                 raise BadRow(reason)
     if not found:
         raise BadRow(UNKNOWN_COLUMNS)
     return found
+
+
+def columns_of(formats: Iterable[Format]) -> tuple[str, ...]:
+    """Return all columns that these formats read or reject."""
+    read = (row_format.columns for row_format in formats)
+    return tuple(sorted({*itertools.chain.from_iterable(read), *itertools.chain.from_iterable(UNSUPPORTED)}))
+
+
+def identity(formats: Iterable[Format]) -> str:
+    """Return the names of formats and, for those of the user, their columns and a hash of their code.
+
+    Raises:
+        UserError: the reader of a format has no name.
+    """
+    published = ", ".join(row_format.name for row_format in FORMATS)
+    return ", ".join(
+        row_format.name
+        if row_format in FORMATS
+        else f"{row_format.name} {list(row_format.required)} {code_identity.name(row_format.read)}"
+        for row_format in formats
+    ).replace(published, PUBLISHED)
 
 
 def without_nulls(value: Any) -> Any:
@@ -105,6 +132,24 @@ def without_nulls(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------- one reader per format
+
+
+def _read_own(row_format: Format, row: Mapping[str, Any]) -> Example:
+    """Read a row in a format of the user. If the reader raises an error, the row is bad."""
+    try:
+        example = row_format.read(row)
+    except (BadRow, UserError):
+        raise
+    except Exception as error:
+        raise BadRow(f"the reader of the format {row_format.name} raises {type(error).__name__}: {error}") from error
+    if isinstance(example, Conversation):
+        return Conversation(normalize_messages(example.messages), normalize_tools(example.tools) or None)
+    if isinstance(example, Completion):
+        return Completion(require_text(example.prompt), require_text(example.completion))
+    raise UserError(
+        f"the reader of the format {row_format.name} returns {type(example).__name__}; return a Conversation or a "
+        "Completion from raymill.data.examples."
+    )
 
 
 def _read_messages(row: Mapping[str, Any]) -> Conversation:
@@ -205,11 +250,7 @@ UNSUPPORTED = {
     ("prompt", "completion", "label"): "a rated completion (label): this project does not support KTO",
 }
 """Columns that identify unsupported formats, and why their rows are rejected."""
-COLUMNS = tuple(
-    sorted(
-        {name for row_format in FORMATS for name in row_format.columns}
-        | {name for columns in UNSUPPORTED for name in columns}
-    )
-)
+PUBLISHED = "published formats"
+"""All of FORMATS, in `identity`."""
 UNKNOWN_COLUMNS = "no known columns"
 EXPECTED_COLUMNS = "messages, or instruction and response, or prompt and completion, or text"

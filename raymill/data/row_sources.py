@@ -9,7 +9,7 @@ from raymill import settings
 from raymill.data import files, rows, splits
 from raymill.data.examples import BadRow
 from raymill.data.files import InputFiles
-from raymill.data.row_formats import EXPECTED_COLUMNS, UNKNOWN_COLUMNS, format_of
+from raymill.data.row_formats import EXPECTED_COLUMNS, FORMATS, UNKNOWN_COLUMNS, Format, format_of
 from raymill.data.rows import Piece
 from raymill.errors import UserError
 
@@ -25,6 +25,8 @@ class RowSource(NamedTuple):
     files: InputFiles
     weight: float = 1.0
     """How many times each row is used, on average."""
+    formats: tuple[Format, ...] = FORMATS
+    """Formats of the rows. The first that fits a row is used."""
 
     @property
     def name(self) -> str:
@@ -71,8 +73,10 @@ def find(name: str, section: str = "preprocess") -> RowSource:
     return RowSource(files.find(name, SUFFIXES, section))
 
 
-def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
+def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMATS) -> list[RowSource]:
     """Return the source `name`, and the sources in `mix`. Each item of `mix` is written as INPUT=WEIGHT.
+
+    Their rows are in one of these formats.
 
     Raises:
         UserError: see `find`, an item of `mix` has no valid weight, or an input contains a test split.
@@ -89,7 +93,7 @@ def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
         sources.append(find(settings.resolve(other))._replace(weight=value))
     for source in sources:
         splits.check(source.files)
-    return sources
+    return [source._replace(formats=formats) for source in sources]
 
 
 def names_by_setting(sources: list[RowSource]) -> list[tuple[str, str]]:
@@ -112,7 +116,7 @@ def head(source: RowSource, count: int) -> Head:
         try:
             values = rows.parse(row)
             columns |= set(values)
-            formats.add(found := format_of(values))
+            formats.add(found := format_of(values, source.formats))
             used |= found.columns_read(values)
         except BadRow as bad:
             problems[str(bad)] += 1
@@ -120,9 +124,10 @@ def head(source: RowSource, count: int) -> Head:
         problem = rows.ARRAY if rows.ARRAY in problems else problems.most_common(1)[0][0]
         if problem == UNKNOWN_COLUMNS:
             problem = f"its columns are {', '.join(sorted(columns))}; rename them to {EXPECTED_COLUMNS}"
+            problem += ", or add a format to jobs/preprocess.py (docs/data.md)"
         raise UserError(f"no row of {source.name} can be used: {problem}; or pass another --input.")
     return Head(
-        [rows.checked(row) for row in raw],
+        [rows.checked(row, source.formats) for row in raw],
         tuple(sorted(row_format.name for row_format in formats)),
         tuple(sorted(columns - used)),
     )

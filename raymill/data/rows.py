@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from pyarrow.fs import FileSystem
 
 from raymill.data.examples import BadRow, decode, to_json
-from raymill.data.row_formats import COLUMNS, read_example, without_nulls
+from raymill.data.row_formats import Format, read_example, without_nulls
 from raymill.errors import UserError
 
 PARQUET_ROWS = 128  # rows decoded at once; few, because rows can be long
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     """Number of the input."""
 
 
-def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...] = COLUMNS) -> Iterator[RawRow]:
+def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...]) -> Iterator[RawRow]:
     """Yield the rows of one piece. From parquet, read only these columns, or all if none of them exists.
 
     Raises:
@@ -94,10 +94,10 @@ def to_bytes(row: RawRow) -> bytes:
     return row if isinstance(row, bytes) else json.dumps(row, default=str).encode()
 
 
-def checked(row: RawRow) -> dict[str, Any]:
+def checked(row: RawRow, formats: Iterable[Format]) -> dict[str, Any]:
     """Return the columns `row` and `problem` of ROWS. A conversation gives the same bytes in every file format."""
     try:
-        return {"row": to_json(read_example(parse(row))), "problem": None}
+        return {"row": to_json(read_example(parse(row), formats)), "problem": None}
     except BadRow as bad:
         return {"row": to_bytes(row), "problem": str(bad)}
 

@@ -11,7 +11,7 @@ import ray.train
 from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
-from raymill import settings
+from raymill import job, settings
 from raymill.data import preprocessing, row_dataset, row_sources
 from raymill.data.options import PreprocessOptions
 from raymill.data.packing import pack
@@ -41,10 +41,10 @@ class StreamInput(NamedTuple):
 
 
 def find_input(model: str) -> StreamInput:
-    """Return the rows that [preprocess] describes, with the tokenizer of `model`."""
+    """Return the rows of [preprocess], in the formats of jobs/preprocess.py, with the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
     embeddings = text_config(preflight.load_config(model)).vocab_size
-    sources = row_sources.find_all(options.input, options.mix)
+    sources = row_sources.find_all(options.input, options.mix, job.load("preprocess").FORMATS)
     return StreamInput(sources, DocumentTokenizer.from_options(options, model), embeddings)
 
 

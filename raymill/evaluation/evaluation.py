@@ -1,24 +1,32 @@
 """Scores a model on all held-out rows, with Ray Data actors that each hold a copy of the model."""
 
+from collections.abc import Sequence
+
 import ray.data
 import torch
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayTaskError
 
 from raymill.errors import UserError
+from raymill.evaluation import scoring
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.options import EvaluateOptions
-from raymill.evaluation.scoring import Scorer
+from raymill.evaluation.scoring import Metric, Scorer
 from raymill.ray_support import ray_data
 from raymill.ray_support.progress import Progress, time_left
 
 
-def evaluate(candidate: Candidate, options: EvaluateOptions, rows: int) -> dict[str, float]:
-    """Return the sums of `Scorer`'s values over all held-out rows.
+def evaluate(
+    candidate: Candidate, options: EvaluateOptions, rows: int, metrics: Sequence[Metric] = ()
+) -> dict[str, float]:
+    """Return the sums of `Scorer`'s values over all held-out rows. `metrics` are the user's own.
 
     Raises:
-        UserError: a GPU has too little memory, or a file of the rows is damaged.
+        UserError: a GPU has too little memory, a file of the rows is damaged, or two metrics have the same name.
     """
+    names = [scoring.name_of(metric) for metric in metrics]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"two metrics in jobs/evaluate.py have the name {twice.pop()}; rename one.")
     pieces = [
         {"first": first, "rows": min(options.batch_rows, rows - first)} for first in range(0, rows, options.batch_rows)
     ]
@@ -26,7 +34,7 @@ def evaluate(candidate: Candidate, options: EvaluateOptions, rows: int) -> dict[
     with DataContext.current(ray_data.quiet_context()), Progress(describe) as progress:
         scores = ray.data.from_items(pieces, override_num_blocks=len(pieces)).map(
             Scorer,
-            fn_constructor_args=(candidate, options.data, options.device, options.precision, progress.report),
+            fn_constructor_args=(candidate, options.data, options.device, options.precision, metrics, progress.report),
             compute=ActorPoolStrategy(size=min(options.num_workers, len(pieces))),
             num_gpus=1 if options.device == "cuda" else None,
         )

@@ -2,11 +2,13 @@
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from raymill.evaluation import scoring
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.options import EvaluateOptions
 from raymill.training import storage
@@ -26,10 +28,12 @@ class EvaluationResult(NamedTuple):
     """Share of a few generated answers that end with a stop token, from 0 to 1."""
     tokens_per_s: float
     """Number of tokens that one worker processes per second, including padding."""
+    own: dict[str, float | None]
+    """The user's own metrics, by name. None if there was nothing to measure."""
 
 
-def from_sums(candidate: Candidate, sums: dict[str, float]) -> EvaluationResult:
-    """Return the metrics from sums over all held-out rows."""
+def from_sums(candidate: Candidate, sums: dict[str, float], metrics: Sequence[scoring.Metric] = ()) -> EvaluationResult:
+    """Return the metrics from sums over all held-out rows. `metrics` are the user's own."""
     loss = sums["loss"] / sums["trained_tokens"]
     return EvaluationResult(
         model=candidate.name,
@@ -38,7 +42,13 @@ def from_sums(candidate: Candidate, sums: dict[str, float]) -> EvaluationResult:
         exact_match=sums["exact"] / sums["answers"],
         stops=sums["stopped"] / max(1, sums["generated"]),
         tokens_per_s=sums["tokens"] / sums["seconds"],
+        own={name: _own(name, sums) for name in map(scoring.name_of, metrics)},
     )
+
+
+def _own(name: str, sums: dict[str, float]) -> float | None:
+    total, items = (sums[key] for key in scoring.own_keys(name))
+    return total / items if items else None
 
 
 def print_table(results: list[EvaluationResult], counts: dict[str, float]) -> None:
@@ -51,7 +61,7 @@ def print_table(results: list[EvaluationResult], counts: dict[str, float]) -> No
     console.print(f"stops: share of {counts['generated']:.0f} generated answers that end with a stop token")
     table = Table(box=None)
     table.add_column("model", overflow="fold")
-    for column in ("loss", "perplexity", "exact match", "stops", "tokens/s per worker"):
+    for column in ("loss", "perplexity", "exact match", "stops", *results[-1].own, "tokens/s per worker"):
         table.add_column(column, justify="right")
     for result in results[:-1]:
         table.add_row(*_cells(result, results[-1]))
@@ -85,4 +95,11 @@ def _cells(result: EvaluationResult, base: EvaluationResult | None = None) -> li
             f" ({result.stops - base.stops:+.0%})",
         ]
         cells = [cell + difference for cell, difference in zip(cells, differences, strict=True)]
-    return [result.model, *cells, f"{result.tokens_per_s:,.0f}"]
+    own = [_own_cell(value, base.own[name] if base else None) for name, value in result.own.items()]
+    return [result.model, *cells, *own, f"{result.tokens_per_s:,.0f}"]
+
+
+def _own_cell(value: float | None, base: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if base is None else f"{value:.4f} ({value - base:+.4f})"

@@ -1,7 +1,7 @@
 """Scores a model on packed rows by its loss and by how many answers greedy decoding would reproduce exactly."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +11,18 @@ from transformers.utils import logging
 
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.data.tokenizer import eos_ids, load_tokenizer
+from raymill.errors import UserError
 from raymill.evaluation import stopping
 from raymill.evaluation.candidates import Candidate
 from raymill.ray_support import model_cache
 from raymill.training import composite
 from raymill.training.dataset import Batch, PackedRows, trained_tokens
 from raymill.training.packed_attention import model_inputs
+
+Metric = Callable[[PreTrainedModel, Batch, torch.Tensor], tuple[float, float]]
+"""A metric of the user: a function of a model, a batch of packed rows, and the model's logits for the batch, with the
+shape (rows, length, vocabulary). It returns a sum and a number of items, and the metric is the mean over all batches.
+"""
 
 
 class Score(NamedTuple):
@@ -34,8 +40,10 @@ class Score(NamedTuple):
 
 
 @torch.no_grad()
-def score(model: PreTrainedModel, batch: Batch) -> Score:
-    """Return the score of `model` on a batch of packed rows, from one forward pass.
+def score(
+    model: PreTrainedModel, batch: Batch, metrics: Sequence[Metric] = ()
+) -> tuple[Score, dict[str, tuple[float, float]]]:
+    """Return the score of `model` on a batch of packed rows, and the results of own metrics, from one forward pass.
 
     Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it. Until
     the first wrong token, it sees the same tokens as this forward pass.
@@ -48,13 +56,32 @@ def score(model: PreTrainedModel, batch: Batch) -> Score:
     wrong = trained & (output.logits[:, :-1].argmax(-1) != labels)
     begins = trained & ~functional.pad(trained, (1, 0))[:, :-1]
     answers = int(begins.sum())
-    return Score(
+    counts = Score(
         loss=float(output.loss),
         trained_tokens=int(trained_tokens(batch)),
         documents=_count_segments(batch["labels"] != NOT_TRAINED, begins=batch["position_ids"] == 0),
         answers=answers,
         exact=answers - _count_segments(wrong, begins),
     )
+    return counts, {name_of(metric): _measure(metric, model, batch, output.logits) for metric in metrics}
+
+
+def _measure(metric: Metric, model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
+    found = metric(model, batch, logits)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise UserError(f"the metric {metric.__name__} returns {found!r}; return a sum and a number of items.")
+    total, items = found
+    return float(total), float(items)
+
+
+def name_of(metric: Metric) -> str:
+    """Return the name of a metric in the table and in the result."""
+    return metric.__name__.replace("_", " ")
+
+
+def own_keys(name: str) -> tuple[str, str]:
+    """Return the keys of the sum and the number of items of an own metric, in the result of `Scorer`."""
+    return f"sum of {name}", f"items of {name}"
 
 
 def _count_segments(marked: torch.Tensor, begins: torch.Tensor) -> int:
@@ -70,9 +97,16 @@ class Scorer:
     """A model, loaded once on a device, that scores held-out rows by position."""
 
     def __init__(
-        self, candidate: Candidate, data: str, device: str, precision: str, report: Callable[..., Any]
+        self,
+        candidate: Candidate,
+        data: str,
+        device: str,
+        precision: str,
+        metrics: Sequence[Metric],
+        report: Callable[..., Any],
     ) -> None:
         """Load the model. `data` is the folder or URI of the packed data. Each call then ends with `report(rows=…)`."""
+        self._metrics = metrics
         self._device = torch.device(device)
         self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32).to(self._device).eval()
         self._rows = PackedRows(data, "eval")
@@ -88,11 +122,12 @@ class Scorer:
         generated, stopped = self._count_stops() if piece["first"] == 0 else (0, 0)
         started = time.perf_counter()
         batch = self._rows.read(piece["first"], piece["rows"])
-        scored = score(self._model, self._to_device(batch))
+        scored, own = score(self._model, self._to_device(batch), self._metrics)
         self._report(rows=piece["rows"])
         seconds = time.perf_counter() - started
         counts = {"tokens": batch["input_ids"].numel(), "generated": generated, "stopped": stopped}
-        return scored._asdict() | counts | {"seconds": seconds}
+        sums = {key: value for name, pair in own.items() for key, value in zip(own_keys(name), pair, strict=True)}
+        return scored._asdict() | counts | {"seconds": seconds} | sums
 
     def _count_stops(self) -> tuple[int, int]:
         batch = self._rows.read(0, min(stopping.QUESTIONS, len(self._rows)))

@@ -96,7 +96,7 @@ def _settings() -> Iterator[Finding]:
         return
     for profile in settings.PROFILES:
         try:
-            for entry in (one for one in sections.SECTIONS if profile in one.profiles):
+            for entry in (one for one in sections.all_entries() if profile in one.profiles):
                 settings.load(entry.load_type(), *entry.names, profile=profile)
             check_accelerator(settings.load(ServeOptions, "serve", profile=profile).accelerator)
         except UserError as error:

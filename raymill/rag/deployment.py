@@ -7,7 +7,7 @@ from ray import serve
 
 from raymill import settings
 from raymill.errors import UserError
-from raymill.rag import index
+from raymill.rag import app, index
 from raymill.rag.options import RagOptions
 from raymill.ray_support import capacity, model_cache
 from raymill.serving import canary, http_server, lifecycle
@@ -28,14 +28,14 @@ def check_index(options: RagOptions) -> None:
         )
 
 
-def deploy(options: RagOptions) -> str:
+def deploy(options: RagOptions, parts: app.Parts) -> str:
     """Deploy the application, or update the running one. Return the base URL for OpenAI clients when it is healthy.
 
     Raises:
         UserError: no served model can write the answers, a path or the port cannot be used, or the application fails
             to start.
     """
-    from raymill.rag import app, cross_encoder  # imported late, because they import torch
+    from raymill.rag import cross_encoder  # imported late, because it imports torch
 
     location = settings.resolve(options.index)
     paths = {"index": location}
@@ -44,7 +44,7 @@ def deploy(options: RagOptions) -> str:
         cross_encoder.check(paths["reranker"])
     capacity.refuse_private_paths(paths, options.shared_paths, "rag")
     server = _server(options)
-    application = app.build(options, location, http_server.cluster_address(server), server.limits)
+    application = app.build(options, parts, location, http_server.cluster_address(server), server.limits)
     timeout_s = options.start_timeout_s
     deployment = lifecycle.Deployment("serve_rag", RAG_APP, RAG_APP, server.root, RAG_PATH, timeout_s)
     lifecycle.deploy(application, deployment)

@@ -2,11 +2,13 @@
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from raymill.serving import hooks
 from raymill.serving.accounting import RequestRecord, current, ignore
 from raymill.serving.app_call import AppCall, ClientDisconnected
 from raymill.serving.body_checks import inspect
@@ -33,14 +35,16 @@ class ApiMiddleware:
         on_end: Callable[[RequestRecord], None] = ignore,
         *,
         model: str = "",
+        checks: Sequence[hooks.Check] = (),
     ) -> None:
         """`alive` returns whether the app's engine is alive. `on_end` gets each request that had a valid key.
 
-        `model` is the name of the model that answers requests that name none. If it is empty, keys for some models have
-        to name one.
+        `checks` are the user's own checks of bodies. `model` is the name of the model that answers requests that name
+        none. If it is empty, keys for some models have to name one.
         """
         self.app = app
         self._model = model
+        self._checks = checks
         self._keys = keys
         self._limits = limits
         self._alive = alive
@@ -169,6 +173,9 @@ class ApiMiddleware:
             message = f"key `{key}` may not use {model}; list the models that it may use with GET /v1/models"
             raise ApiError(404, message, code=MODEL_NOT_FOUND)
         self._check_sequences(inspected.sequences)
+        if self._checks:
+            request = hooks.ApiRequest(record.route, key, record.model, from_json(inspected.raw))
+            await hooks.check(request, self._checks)
         self._count(key, inspected.sequences - 1, counted)
         return inspected.raw, {
             **scope,

@@ -42,6 +42,7 @@ from raymill.serving import (
     engine_hook,
     fair_scheduler,
     grammars,
+    hooks,
     model_corrections,
     prompt_length,
     replica_exit,
@@ -55,6 +56,7 @@ from raymill.serving.adapters import Adapters
 from raymill.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from raymill.serving.canary import ROOT, Reporter
 from raymill.serving.errors import ENGINE_RETRY_S, engine_dead, shortened
+from raymill.serving.hooks import Hooks
 from raymill.serving.key_metrics import KeyMetrics
 from raymill.serving.keys import ApiKeys
 from raymill.serving.known_models import KnownModels, unknown_model
@@ -106,10 +108,11 @@ class AppLocation(NamedTuple):
     """Name that clients use for this app's model."""
 
 
-def build(options: ServeOptions, address: str, zone: dict[str, str] | None = None) -> Application:
+def build(options: ServeOptions, functions: Hooks, address: str, zone: dict[str, str] | None = None) -> Application:
     """Return the Serve application for these options, without starting it.
 
     Args:
+        functions: the user's own checks and loggers of requests.
         address: the URL of Serve's HTTP server.
         zone: labels that all machines of all replicas have. None: replicas run on any machine.
     """
@@ -125,6 +128,7 @@ def build(options: ServeOptions, address: str, zone: dict[str, str] | None = Non
             "adapters": _adapters(options),
             "location": AppLocation(address, options.path, options.served_name),
             "share_prefix_cache": options.share_prefix_cache,
+            "functions": functions,
         },
         override_serve_options=serve_options,
     )
@@ -225,8 +229,10 @@ class Server(EngineServer):
         adapters: Adapters | None,
         location: AppLocation,
         share_prefix_cache: bool,
+        functions: Hooks,
     ) -> None:
         self._limits = limits
+        self._functions = functions
         self._share_prefix_cache = share_prefix_cache
         self._location = location
         self._keys = ApiKeys()  # raises an error if there is no key, before the slow start of the engine
@@ -262,7 +268,9 @@ class Server(EngineServer):
         model = self._location.model  # vLLM's default, too
         is_root = self._location.path == ROOT
         router = ModelRouter(known, model, self._location.address, lambda: self._reporter.routes) if is_root else known
-        api = ApiMiddleware(router, self._keys, self._limits, self._alive, self._record, model=model)
+        api = ApiMiddleware(
+            router, self._keys, self._limits, self._alive, self._record, model=model, checks=self._functions.checks
+        )
         tasks.append(replica_exit.leave_in_time(api.end_requests))
         self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         return ChatPage(api) if is_root else api
@@ -271,6 +279,7 @@ class Server(EngineServer):
         """Record a request that has ended."""
         self._access_log.write(record)
         self._key_metrics.count(record)
+        hooks.record(record, self._functions.loggers)
 
     def _alive(self) -> bool:
         """Return whether the engine is alive."""

@@ -16,6 +16,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from raymill.errors import UserError
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import canary, drain, http_server, parsers, placement
+from raymill.serving.hooks import Hooks
 from raymill.serving.options import APP, CANARY, DRAIN_S, ServeOptions, app_name
 from raymill.serving.preflight import check_cpus
 from raymill.settings import inv
@@ -47,8 +48,10 @@ class Deployment(NamedTuple):
         return self.root + self.path.rstrip("/")
 
 
-def deploy_model(options: ServeOptions) -> None:
+def deploy_model(options: ServeOptions, functions: Hooks) -> None:
     """Deploy a model, or update the one that is served, and return when it is healthy.
+
+    `functions` are the user's own checks and loggers of requests.
 
     Raises:
         UserError: the port or the name is taken, a canary or additional model lacks a main model, the cluster is too
@@ -65,7 +68,8 @@ def deploy_model(options: ServeOptions) -> None:
         started.result()
     options = parsers.resolve(resolve_name(options))
     state = canary.actor()
-    application = app.build(options, http_server.cluster_address(options), placement.find_zone(options))
+    address, zone = http_server.cluster_address(options), placement.find_zone(options)
+    application = app.build(options, functions, address, zone)
     name, root, timeout_s = options.served_name, options.root, options.start_timeout_s
     stops_first = options.max_surge_percent == 0
     deploy(application, Deployment("serve_llm", options.app, name, root, options.path, timeout_s, stops_first))

@@ -13,6 +13,7 @@ from rich.table import Table
 from raymill.errors import UserError
 from raymill.printable import printable
 from raymill.serving import canary, drain, lifecycle
+from raymill.serving.hooks import Hooks
 from raymill.serving.options import CANARY, RAG_APP, ROOT, ServeOptions, app_name
 from raymill.settings import inv
 
@@ -32,7 +33,7 @@ def promote(drain_s: float | None) -> None:
     The canary's running answers get `drain_s` seconds. None: as long as a request may take.
     """
     options = _canary_options()
-    lifecycle.deploy_model(options.model_copy(update={"canary_percent": 0}))
+    lifecycle.deploy_model(options.model_copy(update={"canary_percent": 0}), Hooks.of_job())
     _stop_canary(options.limits.shutdown_s if drain_s is None else drain_s)
     print(f"{options.model} is now the main model", flush=True)
 

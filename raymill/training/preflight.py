@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from raymill import settings, state_files
+from raymill import code_identity, settings, state_files
 from raymill.data.tokenizer import load_tokenizer, tokenizer_hash
 from raymill.errors import UserError
 from raymill.model_config import context_length, text_config
 from raymill.ray_support import hub_access, model_cache
 from raymill.settings import inv
-from raymill.training import code_identity, storage, weights_check
+from raymill.training import storage, weights_check
 from raymill.training.dataset import Manifest, TokenizerRecord, read_manifest
 from raymill.training.flops import carries_state
 from raymill.training.options import TrainOptions

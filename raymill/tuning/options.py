@@ -1,6 +1,6 @@
 """Options of `tune`, from [train] and [tune] in settings.toml and from the command line."""
 
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -28,8 +28,8 @@ class TuneOptions(TrainOptions):
 
     name: str = Field("tune", pattern=NAME)
     """Name of the search. The same name resumes it."""
-    script: Literal["finetune_ddp", "finetune_fsdp", "finetune_deepspeed"]
-    """Job that each trial runs."""
+    script: str
+    """Job that each trial runs: finetune_ddp, finetune_fsdp, finetune_deepspeed, or one of your own like these."""
     trials: PositiveInt
     """Number of trials, each with its own settings. To add trials, run the search again with a larger number."""
     trials_at_once: PositiveInt

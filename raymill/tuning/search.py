@@ -13,17 +13,17 @@ import random
 import re
 import tempfile
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
-from raymill import job
+from raymill import code_identity, job
 from raymill.errors import UserError
 from raymill.job_context import JobContext
 from raymill.ray_support import capacity, gang
-from raymill.training import code_identity, launch, preflight
+from raymill.training import launch, preflight
 from raymill.training.dataset import read_manifest
 from raymill.training.options import TrainOptions
 from raymill.training.schedule import check_batches
@@ -43,7 +43,7 @@ def check(options: TuneOptions) -> preflight.Identity:
     if not read_manifest(options.data).eval.rows:
         raise UserError(f"{options.data} has no evaluation rows. Run preprocess with a larger --eval-share.")
     rates = options.learning_rates
-    code = code_identity.identify(job.load(options.script).STRATEGY)
+    code = code_identity.identify(_script(options).STRATEGY)
     return (
         identity
         | code
@@ -102,7 +102,7 @@ def run(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         tune.Tuner(
             tune.with_resources(
-                tune.with_parameters(_run_trial, strategy=job.load(options.script).STRATEGY, runs=runs, zone=zone),
+                tune.with_parameters(_run_trial, strategy=_script(options).STRATEGY, runs=runs, zone=zone),
                 {"node:__internal_head__": 0.001},  # a trial's driver runs on the head and needs no CPU
             ),
             param_space={"trial": tune.grid_search(remaining)},
@@ -139,10 +139,18 @@ def run_options(options: TuneOptions, trial: Trial) -> TrainOptions:
 
     Each evaluation also saves a checkpoint, because the trainer reports metrics to Tune only with a checkpoint.
     """
-    script = job.load(options.script)
+    script = _script(options)
     own = {"name": trial.name, "output": options.folder, "fresh": False, "checkpoint_every": options.eval_every}
     shared = options.model_dump(include=set(TrainOptions.model_fields))
     return script.JOB.options_type.model_validate(script.JOB.load().model_dump() | shared | trial.settings | own)
+
+
+def _script(options: TuneOptions) -> ModuleType:
+    """Return the script of the job that each trial runs."""
+    script = job.load(options.script)
+    if not hasattr(script, "STRATEGY"):
+        raise UserError(f"tune cannot run {options.script}. Set script in [tune] to a job like finetune_ddp.")
+    return script
 
 
 def _run_trial(

@@ -13,6 +13,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -50,9 +51,10 @@ from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from jobs import embed, generate, models
+from jobs import embed, generate, models, serve_llm
 from jobs.embed import EmbedOptions
 from jobs.generate import GenerateOptions
+from jobs.serve_rag import PARTS
 from raymill import settings
 from raymill.clients import bench, chat
 from raymill.demo import assets as demo_assets
@@ -66,6 +68,9 @@ from raymill.ray_support import gpu_section, job_secrets
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import adapters, canary, http_server, lifecycle, page, placement, preflight
 from raymill.serving.access_log import PREFIX
+from raymill.serving.accounting import RequestRecord
+from raymill.serving.errors import ApiError
+from raymill.serving.hooks import ApiRequest, Hooks
 from raymill.serving.keys import REFRESH_S, ApiKeys
 from raymill.serving.options import ModelsOptions, ServeOptions
 
@@ -76,6 +81,7 @@ ANSWER_TOKENS = 16
 OTHER_KEY = "another-persons-key"
 MODELS_OF = {"key-for-another-model": "absent", "key-for-two-models": "tiny|rag"}
 """Keys that may use only these models. Each is also the name of the key."""
+FORBIDDEN = "forbidden-word"  # our own check rejects bodies with it
 REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
 Greedy = tuple[str, torch.Tensor]
 """An answer, and the log probabilities of its tokens."""
@@ -89,6 +95,21 @@ FEW = hypothesis.settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+def refuse_a_word(request: ApiRequest) -> None:
+    if FORBIDDEN in str(request.body):
+        raise ApiError(403, f"{request.key} may not say this to {request.model}", code="word")
+
+
+def note_tokens(record: RequestRecord) -> None:
+    with NOTES.open("a") as file:
+        file.write(f"{record.key} {record.status} {record.completion_tokens}\n")
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import the tests
+NOTES = Path(tempfile.mkdtemp()) / "notes"
+HOOKS = Hooks((refuse_a_word,), (note_tokens,))
 
 
 def options(**changes: object) -> ServeOptions:
@@ -112,7 +133,7 @@ def served(ray_session: None, model_folder: Path) -> Iterator[ServeOptions]:
     deployed = options(model=str(model_folder), port=port, key_requests_per_minute=100_000)
     job_secrets.load()
     preflight.check_model(deployed)
-    lifecycle.deploy_model(deployed)
+    lifecycle.deploy_model(deployed, HOOKS)
     yield deployed
     lifecycle.stop()
 
@@ -830,7 +851,7 @@ def rag_url(served: ServeOptions, tmp_path_factory: pytest.TempPathFactory) -> I
     changes = {"index": index, "generator": "model", "sources": 1, "prompt_characters": 60}
     with mock.patch.dict(os.environ, PROFILE="local"):
         embed.main(settings.load(EmbedOptions, "embed").model_copy(update=made))
-        yield deployment.deploy(settings.load(RagOptions, "rag").model_copy(update=changes))
+        yield deployment.deploy(settings.load(RagOptions, "rag").model_copy(update=changes), PARTS)
     models.main(ModelsOptions(end="rag"))
 
 
@@ -971,7 +992,7 @@ def test_prefix_routing_sets_the_router(served: ServeOptions, enabled: bool) -> 
     """The router's choice of replicas is not tested, because that would need two engines."""
     from raymill.serving import app
 
-    application = app.build(served.model_copy(update={"prefix_routing": enabled}), served.root)
+    application = app.build(served.model_copy(update={"prefix_routing": enabled}), HOOKS, served.root)
     assert (application._ingress_request_router is not None) == enabled
     config = application._bound_deployment._deployment_config.request_router_config
     assert ("Prefix" in config.request_router_class) == enabled
@@ -1328,7 +1349,7 @@ def test_the_settings_about_keys_reach_the_replica() -> None:
     from raymill.serving import app
 
     changed = options(key_tokens_per_minute=7, share_prefix_cache=True)
-    arguments = app.build(changed, changed.root)._bound_deployment.init_kwargs
+    arguments = app.build(changed, HOOKS, changed.root)._bound_deployment.init_kwargs
     assert (arguments["limits"].tokens_per_minute, arguments["share_prefix_cache"]) == (7, True)
 
 
@@ -1402,10 +1423,10 @@ def test_all_bundles_of_a_replica_are_in_one_zone() -> None:
 
     served = settings.load(ServeOptions, "serve", profile="cluster")
     wide = served.model_copy(update={"tensor_parallel_size": 8, "pipeline_parallel_size": 2})
-    replica = app.build(wide, wide.root, {"zone": "2"})._bound_deployment._replica_config
+    replica = app.build(wide, HOOKS, wide.root, {"zone": "2"})._bound_deployment._replica_config
     assert replica.placement_group_bundle_label_selector == [{"zone": "2"}] * 16
     assert len(replica.placement_group_bundles) == 16
-    anywhere = app.build(wide, wide.root)._bound_deployment._replica_config
+    anywhere = app.build(wide, HOOKS, wide.root)._bound_deployment._replica_config
     assert anywhere.placement_group_bundle_label_selector is None
 
 
@@ -1501,6 +1522,15 @@ def test_chat_reports_a_rejected_key(served: ServeOptions, monkeypatch: pytest.M
 # ---------------------------------------------------------------- updates; last, because they replace the model
 
 
+def test_own_checks_reject_requests_and_own_loggers_get_them(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.PermissionDeniedError, match="owner may not say this to tiny") as refused:
+        ask(client, user(FORBIDDEN))
+    assert refused.value.code == "word"
+    assert "owner 403 0" in NOTES.read_text().splitlines()
+    ask(client, user(QUESTIONS[0]))
+    wait_for(lambda: re.search(r"owner 200 [1-9]", NOTES.read_text()), 10, "the record")
+
+
 @pytest.mark.nightly
 def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothing(
     served: ServeOptions, client: openai.OpenAI, capsys: pytest.CaptureFixture[str]
@@ -1525,16 +1555,19 @@ def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothin
             file.write_text(f"{keys}\nSERVE_API_KEYS=broken\n")  # the update fails before the engine's slow start
             failed = r"tiny is not healthy .*: SERVE_API_KEYS is not NAME:KEY.*\. The previous version keeps running"
             with pytest.raises(UserError, match=failed):
-                lifecycle.deploy_model(served.model_copy(update={"max_model_len": 199}))
+                lifecycle.deploy_model(served.model_copy(update={"max_model_len": 199}), HOOKS)
             assert max_model_len(client) == served.max_model_len
             file.write_text(keys)
             new = served.model_copy(update={"max_model_len": 200, "canary_percent": 50})
-            lifecycle.deploy_model(new.model_copy(update={"model_name": "another name"}))
+            lifecycle.deploy_model(new.model_copy(update={"model_name": "another name"}), HOOKS)
             wait_for_answers(canary.ROOT, canary.CANARY)
             assert max_model_len(client) == served.max_model_len
             models.main(ModelsOptions())
-            models.main(ModelsOptions(promote=True))
+            with mock.patch.multiple(serve_llm, CHECKS=list(HOOKS.checks), LOGGERS=list(HOOKS.loggers)):
+                models.main(ModelsOptions(promote=True))
             assert max_model_len(client) == 200
+            with pytest.raises(openai.PermissionDeniedError):
+                ask(client, user(FORBIDDEN))
             with pytest.raises(UserError, match="there is no canary"):
                 models.main(ModelsOptions(roll_back=True))
         finally:
@@ -1569,7 +1602,7 @@ def updated(served: ServeOptions, model_folder: Path) -> ServeOptions:
     """Limit the served model to 200 tokens, and serve its adapters, two in one batch. No adapter exists yet."""
     changes = {"max_model_len": 200, "adapters": str(model_folder.parent.parent), "max_loras": 2}
     options = served.model_copy(update=changes)
-    lifecycle.deploy_model(options)
+    lifecycle.deploy_model(options, HOOKS)
     return options
 
 

@@ -32,6 +32,7 @@ from raymill.data.template_probes import TOOL as TOOL_PROBE
 from raymill.errors import UserError
 from raymill.ray_support import job_secrets
 from raymill.serving import lifecycle, parsers, preflight, vllm_arguments
+from raymill.serving.hooks import Hooks
 from raymill.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
@@ -53,7 +54,7 @@ def served(ray_session: None, assets: Path, tmp_path_factory: pytest.TempPathFac
     deployed = settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
     job_secrets.load()
     preflight.check_model(deployed)
-    lifecycle.deploy_model(deployed)
+    lifecycle.deploy_model(deployed, Hooks())
     yield deployed
     lifecycle.stop()
 

@@ -22,11 +22,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raymill.serving import accounting, replica_exit
+from raymill.serving import accounting, hooks, replica_exit
 from raymill.serving import keys as keys_module
 from raymill.serving.access_log import AccessLog
+from raymill.serving.accounting import RequestRecord
 from raymill.serving.api_middleware import MAX_DISCARDED_BODIES, ApiMiddleware
 from raymill.serving.canary import NO_ROUTES, RequestOutcome
+from raymill.serving.errors import ApiError
+from raymill.serving.hooks import ApiRequest
 from raymill.serving.keys import ApiKeys
 from raymill.serving.known_models import KnownModels
 from raymill.serving.metrics_middleware import MetricsMiddleware
@@ -1018,3 +1021,48 @@ def test_the_middleware_costs_less_than_200_microseconds_a_request(file: Path, t
 
     cost = min(asyncio.run(seconds(middleware)) - asyncio.run(seconds(app)) for _ in range(5))
     assert cost < 200e-6
+
+
+# ------------------------------------------------------------------------------------------ the user's own functions
+
+
+def test_a_request_that_a_check_rejects_or_could_not_check_does_not_reach_the_model(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(request: ApiRequest) -> None:
+        if request.body["max_tokens"] > 5:
+            raise ApiError(403, f"too many for {request.key} at {request.route}", code="own")
+
+    def fail(request: ApiRequest) -> None:
+        _ = request.body["temperature"]
+
+    calls: list[str] = []
+    app, limits = fake_app(), RequestLimits(100, 100, BODY, 5)
+
+    async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+        calls.append(scope["path"])
+        await app(scope, receive, send)
+
+    client = TestClient(ApiMiddleware(counting, ApiKeys(), limits, checks=[refuse, fail]))
+    refused = client.post("/echo", json={"max_tokens": 6}, headers=ALICE)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "own")
+    assert refused.json()["error"]["message"] == "too many for alice at POST /echo"
+    failed = client.post("/echo", json={"max_tokens": 5}, headers=ALICE)
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "check_failed")
+    assert "temperature" not in failed.text, "the client must not see the server's code"
+    assert "the check fail failed" in caplog.text
+    assert calls == []
+    assert client.post("/echo", json={"max_tokens": 5, "temperature": 1}, headers=ALICE).status_code == 200
+    assert calls == ["/echo"]
+
+
+def test_a_logger_that_fails_does_not_keep_the_record_from_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    got: list[RequestRecord] = []
+
+    def fail(record: RequestRecord) -> None:
+        raise OSError("no space")
+
+    record = RequestRecord("GET /")
+    hooks.record(record, [fail, got.append])
+    assert got == [record]
+    assert "the logger fail failed" in caplog.text

@@ -143,7 +143,8 @@ def test_facts_about_text_are_found(model: Path, packed: Path, family: str, caps
     candidates.check(candidate, str(packed), manifest)
     loaded = scoring.load(candidate, torch.float32).eval()
     batch = PackedRows(str(packed), "eval").read(0, 2)
-    assert scoring.score(loaded, batch).loss > 0
+    counts, _ = scoring.score(loaded, batch)
+    assert counts.loss > 0
     questions, stopped = stopping.count_stops(loaded, batch, range(1000))
     assert stopped == questions > 0
     shape = shape_of(config)

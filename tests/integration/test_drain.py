@@ -21,6 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from jobs.serve_rag import PARTS
 from raymill import drain as cluster_drain
 from raymill import settings
 from raymill.errors import UserError
@@ -28,6 +29,7 @@ from raymill.rag import app as rag_app
 from raymill.rag.options import RagOptions
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import drain, haproxy, lifecycle
+from raymill.serving.hooks import Hooks
 from raymill.serving.lifecycle import Deployment
 from raymill.serving.options import ModelsOptions, ServeOptions
 from raymill.serving.rate_limits import RequestLimits
@@ -169,8 +171,8 @@ def test_replicas_may_take_as_long_to_stop_as_a_request() -> None:
 
     options = settings.load(ServeOptions, "serve", profile="local")
     options = options.model_copy(update={"request_timeout_s": 700.0, "tool_parser": "", "reasoning_parser": ""})
-    rag = rag_app.build(settings.load(RagOptions, "rag", profile="local"), "index", "http://x", options.limits)
-    parts = [rag, *rag._bound_deployment.init_args[0], serving_app.build(options, "http://x")]
+    rag = rag_app.build(settings.load(RagOptions, "rag", profile="local"), PARTS, "index", "http://x", options.limits)
+    parts = [rag, *rag._bound_deployment.init_args[0], serving_app.build(options, Hooks(), "http://x")]
     times = [part._bound_deployment._deployment_config.graceful_shutdown_timeout_s for part in parts]
     assert times == [715] * 5
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import shutil
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +14,7 @@ import boto3
 import packed_rows
 import pyarrow as pa
 import pytest
+import ray
 import torch
 from ray.exceptions import RayTaskError
 from safetensors.torch import load_file, save_file
@@ -24,7 +27,7 @@ from raymill.errors import UserError
 from raymill.evaluation import candidates, evaluation, stopping
 from raymill.evaluation.options import EvaluateOptions
 from raymill.evaluation.scoring import Score, Scorer
-from raymill.training.dataset import PackedRows, read_manifest
+from raymill.training.dataset import Batch, PackedRows, read_manifest
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.strategies import DDP
@@ -183,6 +186,46 @@ def test_adapters_and_the_merged_model_have_the_loss_that_the_run_reported(
         assert abs(scored.loss - before.loss) > 1e-3
 
 
+def exact_tokens(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
+    """Return how many trained tokens are the most likely ones, and how many tokens are trained."""
+    labels = batch["labels"][:, 1:]
+    trained = labels != NOT_TRAINED
+    return float(((logits[:, :-1].argmax(-1) == labels) & trained).sum()), float(trained.sum())
+
+
+def nothing(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
+    """Measure nothing."""
+    return 0.0, 0.0
+
+
+def wrong_result(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> Any:
+    """Return something else than a pair."""
+    return 1.0
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ([exact_tokens, exact_tokens], "two metrics in jobs/evaluate.py have the name exact tokens; rename one."),
+        ([wrong_result], "the metric wrong_result returns 1.0; return a sum and a number of items."),
+    ],
+)
+def test_bad_metrics_are_refused(
+    metrics: list[Any],
+    message: str,
+    options: EvaluateOptions,
+    speaker: Path,
+    ray_session: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluate, "METRICS", metrics)
+    with pytest.raises(UserError, match=re.escape(message)):
+        evaluate.main(options.model_copy(update={"models": (str(speaker),)}))
+
+
 def test_models_are_compared_in_one_table(
     options: EvaluateOptions,
     speaker: Path,
@@ -190,7 +233,9 @@ def test_models_are_compared_in_one_table(
     packed: Path,
     ray_session: None,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(evaluate, "METRICS", [exact_tokens, nothing])
     evaluate.main(options.model_copy(update={"models": (str(speaker), str(stranger)), "name": "both"}))
     saved = json.loads(Path(options.output, "both.json").read_text())
     assert (saved["documents"], saved["answers"]) == (DOCUMENT_COUNT, ANSWER_COUNT)
@@ -201,6 +246,12 @@ def test_models_are_compared_in_one_table(
         assert model["perplexity"] == pytest.approx(math.exp(scored.loss / scored.trained_tokens), rel=1e-5)
         assert model["tokens_per_s"] > 0
     shown = capsys.readouterr().out
+    right, strange = (model["own"]["exact tokens"] for model in saved["models"])
+    assert right == pytest.approx(1 - WRONG_COUNT / _count_trained(packed))
+    assert strange < right
+    assert [model["own"]["nothing"] for model in saved["models"]] == [None, None]
+    assert "exact tokens" in shown
+    assert {f"{right:.4f}", f"({right - strange:+.4f})"} <= set(shown.split())
     share = f"{1 - WRONG_COUNT / ANSWER_COUNT:.1%}"
     assert f"{share} (+{share})" in shown
     assert f"the difference from {stranger}" in shown.replace("\n", "")
@@ -275,11 +326,17 @@ def _answers(labels: list[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
+def _count_trained(packed: Path) -> int:
+    """Return the number of held-out tokens that are trained. A first token of a row cannot be predicted."""
+    rows = PackedRows(str(packed), "eval")
+    return int((rows.read(0, len(rows))["labels"][:, 1:] != NOT_TRAINED).sum())
+
+
 def _score(model: str, packed: Path, batch_rows: int = 2) -> Score:
     """Return the score of a model on all held-out rows, computed in this process."""
     candidate = candidates.find(model)
     candidates.check(candidate, str(packed), read_manifest(str(packed)))
-    scorer = Scorer(candidate, str(packed), "cpu", "fp32", report=lambda **_: None)
+    scorer = Scorer(candidate, str(packed), "cpu", "fp32", (), report=lambda **_: None)
     rows = read_manifest(str(packed)).eval.rows
     parts: list[dict[str, Any]] = [
         scorer({"first": first, "rows": min(batch_rows, rows - first)}) for first in range(0, rows, batch_rows)

@@ -9,8 +9,9 @@ import random
 import re
 import shutil
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from jobs import embed, evaluate_rag, models, serve_rag
 from jobs.embed import EmbedOptions
+from jobs.serve_rag import PARTS
 from raymill import settings
 from raymill.demo import assets as demo_assets
 from raymill.errors import UserError
@@ -39,6 +41,7 @@ from raymill.rag import deployment, documents, embedding, index, pipeline, probl
 from raymill.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
 from raymill.rag.cross_encoder import CrossEncoder
 from raymill.rag.embedder import Embedder, EmbeddingModelInfo
+from raymill.rag.generator import AnswerEnd, AnswerPart, Generator
 from raymill.rag.index import ScoredChunk
 from raymill.rag.ingress import NO_ANSWER
 from raymill.rag.options import EvaluateRagOptions, RagOptions, Replicas
@@ -584,7 +587,7 @@ def client(embedded: EmbedOptions) -> Iterator[openai.OpenAI]:
         port = free.getsockname()[1]
     job_secrets.load()
     http_server.start(settings.load(ServeOptions, "serve").model_copy(update={"port": port}))
-    url = deployment.deploy(rag_options(embedded))
+    url = deployment.deploy(rag_options(embedded), PARTS)
     yield openai.OpenAI(base_url=url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=60)
     serve.shutdown()
 
@@ -707,19 +710,37 @@ def disconnect(client: openai.OpenAI, question: str, *, stream: bool) -> None:
     asyncio.run(run())
 
 
+class Louder(Generator):
+    """A generator of one's own."""
+
+    async def generate(
+        self, messages: list[dict[str, str]], sources: list[ScoredChunk], options: dict[str, Any], key: str
+    ) -> AsyncIterator[AnswerPart]:
+        """Yield the answer, with an exclamation mark at its end."""
+        async for part in super().generate(messages, sources, options, key):
+            if isinstance(part, AnswerEnd):
+                yield "!"
+            yield part
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import the tests
+
+
 def test_a_served_model_answers_and_deployments_scale_independently(
     client: openai.OpenAI, embedded: EmbedOptions
 ) -> None:
     with pytest.raises(UserError, match="no served model can write the answers"):
-        deployment.deploy(rag_options(embedded, generator="model"))
+        deployment.deploy(rag_options(embedded, generator="model"), PARTS)
     serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=canary.app_name(canary.ROOT), route_prefix="/")
     ray.get(canary.actor().report.remote(canary.ROOT, ["stub"], []))
     two = Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
-    deployment.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two))
+    own = PARTS._replace(generator=Louder)
+    deployment.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two), own)
     running = serve.status().applications[RAG_APP].deployments
     counts = {name: each.replica_states["RUNNING"] for name, each in running.items()}
     assert counts == {"Retriever": 1, "Reranker": 1, "Generator": 2, "Ingress": 1}
     text, sources = ask(client, "What does ENOENT mean?", max_tokens=7)
+    assert text.endswith("!")
     prompt, key, tokens, _ = text.split("|")
     shown = f"[1] {sources[0]['document']}: {sources[0]['text']}"
     assert shown[:200] in prompt

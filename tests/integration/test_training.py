@@ -296,7 +296,7 @@ def test_a_subclass_of_the_strategy_changes_the_loss_the_optimizer_and_the_learn
 
 def test_the_documented_strategy_trains(finetune: Finetune) -> None:
     page = (settings.PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    code, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "jobs.mine"}
     exec(code, names)
     plain, mine = finetune(name="plain", steps=6), finetune(name="mine", steps=6, strategy=names["STRATEGY"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raymill import settings
-from raymill.training import code_identity, preflight
+from raymill import code_identity, settings
+from raymill.training import preflight
 from raymill.training.strategies import DDP
 
 SCRIPT = '''

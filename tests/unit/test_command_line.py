@@ -51,6 +51,11 @@ def test_a_mistyped_verb_gets_the_nearest(tasks: ModuleType, typed: str, said: s
     assert sentence(tasks, [typed, "--target", "aws"]) == f"error: {said}"
 
 
+def test_a_word_that_a_verb_does_not_take_is_named(tasks: ModuleType) -> None:
+    assert sentence(tasks, ["down", "aws"]) == "error: down takes no 'aws'. Run: inv down --help"
+    assert sentence(tasks, ["plan", "org/model", "aws"]) == "error: plan takes no 'aws'. Run: inv plan --help"
+
+
 def test_a_verb_without_what_it_needs_says_so(tasks: ModuleType) -> None:
     for name, found in arguments(tasks):
         words = required(found)

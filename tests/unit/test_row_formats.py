@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raymill.data import row_sources
 from raymill.data.examples import BadRow, Completion, Conversation, decode, from_json, to_json
 from raymill.data.messages import ROLES
-from raymill.data.row_formats import COLUMNS, format_of, read_example
+from raymill.data.row_formats import FORMATS, columns_of, format_of, read_example
 from raymill.errors import UserError
 
 USER = {"role": "user", "content": "2+2?"}
@@ -262,7 +262,7 @@ messages = st.lists(
 
 @hypothesis.settings(max_examples=3000, derandomize=True, database=None, deadline=None)
 @given(
-    st.dictionaries(st.sampled_from(COLUMNS), messages | json_values, min_size=1, max_size=4)
+    st.dictionaries(st.sampled_from(columns_of(FORMATS)), messages | json_values, min_size=1, max_size=4)
     | st.fixed_dictionaries({"messages": messages})
     | st.fixed_dictionaries({"conversations": messages})
 )

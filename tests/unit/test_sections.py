@@ -68,9 +68,9 @@ def test_this_project_has_only_known_sections() -> None:
         ("cluster = {netwrok = {}}", "line 1: there is no section [cluster.netwrok]. Did you mean [cluster.network]?"),
         (
             "[my_job]\nx = 1",
-            "line 1: there is no section [my_job]. Correct that line, or add a new section to SECTIONS",
+            "line 1: there is no section [my_job]. Correct that line, or declare it in the script that reads it: JOB =",
         ),
-        ("[xyz]", "line 1: there is no section [xyz]. Correct that line, or add"),
+        ("[xyz]", "line 1: there is no section [xyz]. Correct that line, or declare"),
         # a section in a place where nothing reads it
         ("[local.network]\nprivate = true", "line 1: [local.network] is never read. Write [cluster.network]"),
         ("[train.cluster]\nseed = 1", "line 1, key train.cluster: no such key. Did you mean [cluster.train]?"),
@@ -129,7 +129,7 @@ def test_every_misspelled_line_of_the_file_is_an_error() -> None:
     for line in lines:
         name = re.findall(r"\w+", line.partition("=")[0].partition("]")[0])[-1]
         text = TEXT.replace(f"\n{line}\n", "\n" + line.replace(name, f"{name}_", 1) + "\n", 1)
-        (problem,) = sections.problems(tomllib.loads(text), ".".join)
+        (problem,) = sections.problems(tomllib.loads(text), ".".join, sections.SECTIONS)
         assert problem.partition(":")[0].endswith(f"{name}_")
         assert "Did you mean" in problem
 
@@ -176,22 +176,35 @@ def test_every_section_that_the_code_reads_is_registered_and_the_other_way_round
     assert read - {("NetworkOptions", ("train",))} == registered  # which only adds an option to the workers of [train]
 
 
-def test_a_section_of_an_own_job_needs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_ones_own_declares_its_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "mine.py").write_text(
-        "import torch_of_mine\nfrom raymill.settings import Section\nclass Options(Section):\n    rows: int\n"
-    )
+    script = "import torch_of_mine\nfrom raymill.settings import Section\nclass Options(Section):\n    rows: int\n"
+    (tmp_path / "jobs" / "mine.py").write_text(script)
     (tmp_path / "raymill").mkdir()
     (tmp_path / "raymill" / "settings.py").write_text("class Section: ...\n")
     monkeypatch.setattr(settings, "PROJECT", tmp_path)
     text = "[mine]\nrow = 1\n"
-    assert "add a new section to SECTIONS in raymill/sections.py" in error(tmp_path, text)
-    monkeypatch.setattr(sections, "SECTIONS", (sections.Entry("jobs.mine.Options", ("mine",)),))
+    monkeypatch.setattr(sections, "SECTIONS", ())
+
+    def change(script: str) -> None:
+        (tmp_path / "jobs" / "mine.py").write_text(script)
+        sections._parsed.cache_clear()
+        sections.keys.cache_clear()
+        sections._keys.cache_clear()
+
+    assert 'declare it in the script that reads it: JOB = Job(Options, "mine")' in error(tmp_path, text)
+    change(script + 'JOB = Job(Options, "mine")\n')
+    (tmp_path / "settings.toml").write_text("[mine]\nrows = 1\n[cluster.mine]\nrows = 2\n")
+    sections.check(tmp_path / "settings.toml")
     assert (
         error(tmp_path, text) == "settings.toml line 2, key mine.row: no such key. Did you mean rows? Correct that line"
     )
-    monkeypatch.setattr(sections, "SECTIONS", (sections.Entry("jobs.mine.Option", ("mine",)),))
-    assert error(tmp_path, text) == "sections.py names jobs.mine.Option, but there is no such class. Correct that line"
+    change(script + 'JOB = job.Job(Option, "train", "mine")\n')
+    assert "there is no such class" in error(tmp_path, text)
+    change(script + "JOB = (\n")
+    assert "mine.py line 5 is not valid Python" in error(tmp_path, text)
+    (tmp_path / "settings.toml").write_text("")
+    sections.check(tmp_path / "settings.toml")  # a script that is just being edited matters only if it has to be read
 
 
 # ------------------------------------------------------------------------------------------ where it is checked

@@ -9,8 +9,11 @@ from raymill import settings
 from raymill.errors import UserError
 from raymill.evaluation import candidates, evaluation, results
 from raymill.evaluation.candidates import Candidate
+from raymill.evaluation.scoring import Metric
 from raymill.ray_support import capacity
 from raymill.training.dataset import PackedRows, read_manifest
+
+METRICS: list[Metric] = []  # functions that measure something else: docs/training.md
 
 
 def main(options: EvaluateOptions) -> None:
@@ -25,8 +28,8 @@ def main(options: EvaluateOptions) -> None:
         candidates.check(candidate, options.data, manifest)
     connect()
     _check_cluster(options, found)
-    sums = [evaluation.evaluate(candidate, options, rows) for candidate in found]
-    measured = [results.from_sums(candidate, totals) for candidate, totals in zip(found, sums, strict=True)]
+    sums = [evaluation.evaluate(candidate, options, rows, METRICS) for candidate in found]
+    measured = [results.from_sums(candidate, totals, METRICS) for candidate, totals in zip(found, sums, strict=True)]
     results.print_table(measured, sums[0])
     results.save(measured, sums[0], options, manifest)
 

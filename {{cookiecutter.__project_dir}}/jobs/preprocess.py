@@ -10,15 +10,17 @@ from raymill.job import Job, connect
 
 JOB = Job(PreprocessOptions, "preprocess")  # reads the options, before the slow imports below
 
-from raymill.data import manifest, preprocessing, preview, row_sources
+from raymill.data import manifest, preprocessing, preview, row_formats, row_sources
 from raymill.data.packed_folder import PackedFolder
 from raymill.data.tokenization import DocumentTokenizer
 from raymill.ray_support import capacity, job_lease
 
+FORMATS = row_formats.FORMATS  # (MINE, *row_formats.FORMATS) adds a format of your own: docs/data.md
+
 
 def main(options: PreprocessOptions) -> None:
     """Turn conversations or text into packed rows of tokens. Labels mark what the model should learn to write."""
-    sources = row_sources.find_all(options.input, options.mix)
+    sources = row_sources.find_all(options.input, options.mix, FORMATS)
     tokenizer = DocumentTokenizer.from_options(options)
     for source in sources:
         preview.show(source, tokenizer, options.show)

@@ -11,8 +11,13 @@ JOB = Job(RagOptions, "rag")  # reads the options, before the slow imports below
 import os
 
 from raymill.rag import deployment
+from raymill.rag.app import Parts
+from raymill.rag.generator import Generator
+from raymill.rag.retrieval import Reranker, Retriever
 from raymill.serving import lifecycle, preflight
 from raymill.serving.options import RAG_APP
+
+PARTS = Parts(Retriever, Reranker, Generator)  # you can replace each by a class of your own: docs/rag.md
 
 
 def main(options: RagOptions) -> None:
@@ -20,7 +25,7 @@ def main(options: RagOptions) -> None:
     preflight.check_api_key()
     deployment.check_index(options)
     connect(log_to_driver=False)
-    url = deployment.deploy(options)
+    url = deployment.deploy(options, PARTS)
     print(f"answers from {options.index} are served at {url}, for any OpenAI client", flush=True)
     print(f"web page: {url.removesuffix('v1')}", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":

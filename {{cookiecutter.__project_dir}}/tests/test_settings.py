@@ -13,7 +13,7 @@ def test_every_section_and_key_is_known() -> None:
     ("entry", "profile"),
     [
         pytest.param(entry, profile, id=f"{profile}.{entry.name}")
-        for entry in sections.SECTIONS
+        for entry in sections.all_entries()
         for profile in entry.profiles
     ],
 )

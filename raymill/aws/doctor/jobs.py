@@ -8,7 +8,7 @@ from typing import Any
 
 from dotenv import dotenv_values
 
-from raymill import sections, settings, submission
+from raymill import job_scripts, sections, settings, submission
 from raymill.aws.capacity import possible_nodes
 from raymill.aws.doctor.account import Account
 from raymill.common import limits
@@ -19,7 +19,7 @@ from raymill.job_context import JobContext
 from raymill.ray_support import capacity, gpu_section
 from raymill.serving.keys import OWNER_SECRET
 from raymill.serving.options import ServeOptions
-from raymill.training.options import DDPOptions
+from raymill.training.options import TrainOptions
 
 
 def check_secrets(account: Account) -> Iterator[Finding]:
@@ -44,11 +44,11 @@ def check_secrets(account: Account) -> Iterator[Finding]:
 def check_gpus(account: Account) -> Iterator[Finding]:
     """Check that the cluster can provide the CPUs and GPUs that training needs, and the GPUs that serving needs."""
     nodes = possible_nodes(account)
-    train = settings.load(DDPOptions, "train", profile="cluster")
-    with _cluster_nodes(nodes):
-        each = {"CPU": train.cpus_per_worker} | ({"GPU": 1} if train.use_gpu else {})
-        capacity.refuse_too_many_workers(train.min_workers, each)
-    yield Finding("ok", f"[train]: the cluster has room for num_workers = {train.min_workers}")
+    for train in _fine_tuning():
+        with _cluster_nodes(nodes):
+            each = {"CPU": train.cpus_per_worker} | ({"GPU": 1} if train.use_gpu else {})
+            capacity.refuse_too_many_workers(train.min_workers, each)
+    yield Finding("ok", f"the cluster has room for the num_workers of {', '.join(job_scripts.fine_tuning())}")
     serve = settings.load(ServeOptions, "serve", profile="cluster")
     served_on = gpu_section.load().serve_instance_type
     suitable = [node for node in nodes if served_on in ("", node["instance_type"])]
@@ -79,11 +79,11 @@ def check_upload(file: ClusterFile) -> Iterator[Finding]:
 
 def check_paths(file: ClusterFile) -> Iterator[Finding]:
     """Check that all nodes can read the paths in [train] and [preprocess]. Relative paths are in the bucket."""
-    train = settings.load(DDPOptions, "train", profile="cluster")
     rows = settings.load(PreprocessOptions, "preprocess", profile="cluster")
     with _cluster_nodes([{"resources": {}, "count": file.max_workers}]):
-        paths = {"model": train.model, "data": train.data, "output": train.output}
-        capacity.refuse_private_paths(paths, train.shared_paths, "train")
+        for train in _fine_tuning():
+            paths = {"model": train.model, "data": train.data, "output": train.output}
+            capacity.refuse_private_paths(paths, train.shared_paths, "train")
         mixed = (("mix", part.rpartition("=")[0]) for part in rows.mix)
         for setting, path in (("input", rows.input), *mixed, ("output", rows.output)):
             capacity.refuse_private_paths({setting: path}, rows.shared_paths, "preprocess")
@@ -93,6 +93,15 @@ def check_paths(file: ClusterFile) -> Iterator[Finding]:
 def check_limits(file: ClusterFile) -> Iterator[Finding]:
     """Report the limits of the cluster."""
     yield Finding("ok", f"the limits at which the cluster shuts itself down: {limits.load()}")
+
+
+def _fine_tuning() -> Iterator[TrainOptions]:
+    """Yield the options that the scripts of fine-tuning jobs read from settings.toml."""
+    for job in job_scripts.fine_tuning():
+        for entry in sections.declared_in(job):
+            options = settings.load(entry.load_type(), *entry.names, profile="cluster")
+            if isinstance(options, TrainOptions):
+                yield options
 
 
 @contextmanager

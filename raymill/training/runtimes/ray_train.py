@@ -29,14 +29,14 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from ray.util.metrics import Gauge
 from torch import nn
 
-from raymill import job, state_files
-from raymill.data import row_sources, streaming
+from raymill import code_identity, job, state_files
+from raymill.data import row_formats, row_sources, streaming
 from raymill.errors import UserError
 from raymill.ray_support import capacity, gang, job_lease, ray_logging
 from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS
 from raymill.ray_support.private.tune import is_in_trial
 from raymill.state_files import DamagedFile
-from raymill.training import code_identity, failures, preflight, storage, transport, weights_check
+from raymill.training import failures, preflight, storage, transport, weights_check
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, WriteCheckpoint
 from raymill.training.schedule import check_batches
@@ -204,7 +204,9 @@ def _check_stream(options: TrainOptions, stream: streaming.StreamInput) -> prefl
     preflight.check_context(options.model, config, stream.tokenizer.sequence_length)
     weights_check.check(options.model)
     names = ", ".join(source.name for source in stream.sources)
-    return preflight.identify(options, config, f"stream of {names}")
+    found = row_formats.identity(stream.sources[0].formats)
+    formats = "" if found == row_formats.PUBLISHED else f" in the formats {found}"
+    return preflight.identify(options, config, f"stream of {names}{formats}")
 
 
 def _check_list_of_checkpoints(options: TrainOptions) -> None:

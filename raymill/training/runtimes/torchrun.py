@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raymill import output_lease
+from raymill import code_identity, output_lease
 from raymill.errors import UserError
 from raymill.output_lease import Holder, Lease, NoLease
 from raymill.state_files import DamagedFile
-from raymill.training import code_identity, preflight, storage, transport
+from raymill.training import preflight, storage, transport
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from raymill.training.schedule import check_batches

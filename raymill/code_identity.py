@@ -1,33 +1,49 @@
-"""Identifies the code of a strategy of the user, so that a run does not resume with another loss or optimizer.
+"""Identifies code of the user, such as a strategy, so that a run does not resume with another loss or optimizer.
 
-The identity is a hash of the syntax tree of the class, and of all code of the project that it uses: its base classes,
-and functions, classes and constants, also of other modules in the project. Comments, docstrings and formatting do not
-count, and neither does how the script was started. The library's code does not count, because upgrades must not end
+The identity is a hash of the syntax tree of a class or function, and of all code of the project that it uses: base
+classes, functions, classes and constants, also of other modules in the project. Comments, docstrings and formatting do
+not count, and neither does how the script was started. The library's code does not count, because upgrades must not end
 runs.
 """
 
 import ast
 import hashlib
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from raymill import settings
+from raymill.errors import UserError
 
 KEY = "code of the strategy"
-OF_THE_LIBRARY = {KEY: "the library's"}
+LIBRARY = "the library's"
+OF_THE_LIBRARY = {KEY: LIBRARY}
 DOCUMENTED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def identify(strategy: type) -> dict[str, str]:
     """Return the part of a run's identity that depends on the code of its strategy: the class's name and a hash."""
-    if strategy.__module__.partition(".")[0] == "raymill":
-        return OF_THE_LIBRARY
-    file = Path(inspect.getfile(strategy)).resolve()
+    return {KEY: name(strategy)}
+
+
+def name(code: Callable[..., Any]) -> str:
+    """Return the name and a hash of a class or function of the user, or LIBRARY.
+
+    Raises:
+        UserError: a lambda, or an object that has no definition of its own.
+    """
+    defined = getattr(code, "__qualname__", "<lambda>").partition(".")[0]
+    if defined == "<lambda>":
+        raise UserError(f"{code!r} has no name, so a change of it cannot be seen. Define it with def, or as a class.")
+    if code.__module__.partition(".")[0] == "raymill":
+        return LIBRARY
+    file = Path(inspect.getfile(code)).resolve()
     trees: dict[tuple[Path, str], str] = {}
-    _collect(file, strategy.__qualname__.partition(".")[0], trees)
+    _collect(file, defined, trees)
     # without the order and the places of the definitions, which decide nothing
     digest = hashlib.sha256("\n".join(sorted(trees.values())).encode()).hexdigest()
-    return {KEY: f"{strategy.__name__} ({digest[:12]})"}
+    return f"{code.__name__} ({digest[:12]})"
 
 
 def _collect(file: Path, name: str, trees: dict[tuple[Path, str], str]) -> None:
