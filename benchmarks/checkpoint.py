@@ -12,9 +12,9 @@ from benchmarks import harness
 from benchmarks.report import Result, at_most
 from raymill.demo import assets
 from raymill.training import checkpoints
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
-from raymill.training.strategies import DDP
 from raymill.training.trainer import train
 
 STEPS, EVERY = 30, 10

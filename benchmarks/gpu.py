@@ -12,10 +12,10 @@ from benchmarks.report import Result, at_least
 from raymill import settings
 from raymill.errors import UserError
 from raymill.training.dataset import Batch
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions, TrainOptions
 from raymill.training.runtimes.runtime import Runtime, SingleProcess
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import DDP
 from raymill.training.trainer import Trainer
 
 LENGTH, ROWS = 4096, 4

@@ -19,11 +19,11 @@ from benchmarks.report import Result, at_least, at_most
 from jobs import finetune_ddp
 from raymill import settings
 from raymill.demo import assets
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions, TrainOptions
 from raymill.training.runtimes import ray_train
 from raymill.training.runtimes.runtime import Runtime
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import DDP
 
 ROUNDS = 9
 STEPS, FIRST = 20, 5  # the first FIRST steps allocate memory and do not count

@@ -13,6 +13,10 @@ from raymill import settings
 MODULES = ("settings", "sections", "instance_types")
 """Modules that were at the top of the project."""
 CLIENTS = ("bench", "chat", "lm_eval")
+RENAMED = {
+    "raymill.training.strategies": "raymill.training.strategy",  # DDP is in raymill.training.ddp
+}
+"""Modules that got another name, or became a part of another one, when they moved into raymill/."""
 LIBRARY_TESTS = ("unit", "integration", "e2e", "clients")
 """Folders in tests/ that had the tests of the library, which are in the template now."""
 COMMAND_LINE = re.compile(r"^\s*(?:from (?:pipeline|raymill)\.ray_support import .*\bcli\b|.*\bray_support\.cli\b)")
@@ -47,10 +51,12 @@ def new_name(old: str) -> str:
     """Return the dotted name under which the library has a module or package of the old layout."""
     top, _, rest = old.partition(".")
     if top in MODULES or top == "demo":
-        return f"raymill.{old}"
-    if top == "cluster" and rest.partition(".")[0] in CLIENTS:
-        return f"raymill.clients.{rest}"
-    return f"raymill.{rest}".rstrip(".")
+        new = f"raymill.{old}"
+    elif top == "cluster" and rest.partition(".")[0] in CLIENTS:
+        new = f"raymill.clients.{rest}"
+    else:
+        new = f"raymill.{rest}".rstrip(".")
+    return RENAMED.get(new, new)
 
 
 def _files() -> Iterator[Path]:

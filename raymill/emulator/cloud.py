@@ -243,6 +243,7 @@ def run(region: str, pins: Path) -> None:
     _set_home()
     api, metadata, ends = Api(), MetadataService(), slow_ends.SlowEnds()
     slow_ends.install(ends)
+    moto_instances.install_unique_addresses()
     api.stacks.seconds = stack_states.DURATION_S
     cloud = Cloud(layers, host_image.shared_paths(), api.reservations, api.launch_failures)
     for host, port, application in (

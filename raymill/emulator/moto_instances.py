@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moto.ec2.models import ec2_backends
+from moto.ec2.models.subnets import Subnet
 from moto.ssm.models import Parameter, ssm_backends
 
 ACCOUNT = "123456789012"  # moto's default account
@@ -75,6 +76,23 @@ def find_running(address: str) -> MotoInstance | None:
         (one for one in list_all() if one.state == "running" and address in (one.private_ip, one.public_ip)),
         None,
     )
+
+
+def install_unique_addresses() -> None:
+    """Let moto, in this process, give no instance a private address that another one has.
+
+    On AWS, instances in two VPCs can have the same one. Here, they are all on one bridge.
+    """
+    next_address = Subnet.get_available_subnet_ip
+
+    def unique(self: Any, instance: Any) -> str:
+        taken = {one.private_ip for one in list_all() if one.state != "terminated"}
+        address = next_address(self, instance)
+        while address in taken:  # stays taken in this subnet, too
+            address = next_address(self, instance)
+        return address
+
+    Subnet.get_available_subnet_ip = unique
 
 
 def complete(account: str, region: str, launch: Mapping[str, str]) -> list[str]:

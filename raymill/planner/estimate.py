@@ -54,10 +54,7 @@ class ModelPlan:
     @property
     def job(self) -> str:
         """The recommended fine-tuning job, or "" if no method fits."""
-        if self.recommended is None:
-            return ""
-        method = self.recommended.method
-        return "finetune_deepspeed" if method.zero_stage else "finetune_fsdp" if method.is_fsdp else "finetune_ddp"
+        return self.recommended.method.job if self.recommended else ""
 
     @property
     def settings(self) -> dict[str, dict[str, int | bool | str]]:
@@ -94,6 +91,7 @@ def estimate(
     precision: Literal["fp32", "bf16"],
     chunked_loss: bool,
     checkpointing_interval: int,
+    optimizers: tuple[tuple[str, float], ...],
     types: tuple[InstanceType, ...],
     max_instances: int,
     tokens: int | None,
@@ -105,8 +103,8 @@ def estimate(
 ) -> ModelPlan:
     """Return the plan for a model with this configuration.
 
-    `serving_types` are those that the region offers. `dollars_per_instance_hour` returns the prices of the cluster's
-    types and of those that it is asked for.
+    `optimizers` are those of `Training`. `serving_types` are those that the region offers. `dollars_per_instance_hour`
+    returns the prices of the cluster's types and of those that it is asked for.
 
     Raises:
         UserError: the configuration is not that of a causal language model.
@@ -118,6 +116,7 @@ def estimate(
         precision,
         chunked_loss=chunked_loss,
         checkpointing_interval=checkpointing_interval,
+        optimizers=optimizers,
         gpus=num_workers,
         gpus_per_instance=types[0].gpus,
     )

@@ -13,6 +13,7 @@ from raymill.instance_types import Gpu, InstanceType
 from raymill.planner.shape import LORA_RANK, Shape
 from raymill.training.chunked_loss import CHUNK
 from raymill.training.flops import flops_per_token
+from raymill.training.optimizer import ADAMW_VALUES
 
 GIB = 2**30
 USABLE = 0.9  # share of memory to fill; CUDA's context, NCCL's buffers and fragmentation take the rest
@@ -43,6 +44,11 @@ class Method:
     """Setting in [fsdp]: shard over the GPUs of one instance, not over all GPUs."""
     hpz: bool = False
     """Setting in [deepspeed]: keep a second copy of the parameters, sharded over the GPUs of one instance."""
+
+    @property
+    def job(self) -> str:
+        """The fine-tuning job with this method."""
+        return "finetune_deepspeed" if self.zero_stage else "finetune_fsdp" if self.is_fsdp else "finetune_ddp"
 
 
 DDP = Method("DDP")
@@ -80,11 +86,19 @@ class Training:
     """With gradient checkpointing, one in this many blocks keeps only its input."""
     gpus: int = 1
     gpus_per_instance: int = 8
+    optimizers: tuple[tuple[str, float], ...] = ()
+    """Pairs of a job and the numbers that its optimizer keeps for each parameter: `Strategy.optimizer_values`. Other
+    jobs have AdamW."""
 
     @property
     def width(self) -> int:
         """Bytes per number in the computation."""
         return 2 if self.precision == "bf16" else 4
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes per trained parameter that the optimizer keeps."""
+        return 4 * dict(self.optimizers).get(self.method.job, ADAMW_VALUES)
 
     @property
     def instance_gpus(self) -> int:
@@ -106,12 +120,13 @@ class Memory:
 
 
 def states(shape: Shape, training: Training) -> Memory:
-    """Return the size of parameters, gradients and AdamW's states after a backward pass.
+    """Return the size of parameters, gradients and the optimizer's states after a backward pass.
 
     - DDP: parameters stay in fp32, even with autocast. Each takes 4 bytes, its gradient 4, and AdamW's two moments 8.
+      Another optimizer says how many numbers it keeps.
     - FSDP: the same, sharded over the ranks, or with `hybrid_shard` over those of an instance.
     - DeepSpeed: parameters are in the format of the computation, called the working format here. So are gradients in
-      stage 1; stages 2 and 3 add them up in fp32. An fp32 master copy and AdamW's two moments are sharded over the
+      stage 1; stages 2 and 3 add them up in fp32. An fp32 master copy and the optimizer's states are sharded over the
       ranks.
     - hpZ: on several instances, a second copy of the parameters is sharded over the ranks of an instance.
     - Offloaded optimizer: main memory holds the gradients twice in fp32, for the update and for adding up
@@ -123,20 +138,22 @@ def states(shape: Shape, training: Training) -> Memory:
     Sources: ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054, section 3; ZeRO-Offload, Ren et al. 2021,
     arXiv:2101.06840, section 4. ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 4.2.
     """
-    method, width = training.method, training.width
+    method, width, optimizer = training.method, training.width, training.optimizer_bytes
     trained, frozen = (shape.adapters, shape.parameters) if training.lora else (shape.parameters, 0)
     frozen += shape.untrained
     share = trained / training.shards
     if not method.zero_stage:
         frozen_width = width if training.lora else 4
-        return Memory((frozen_width * frozen + 16 * trained) / (training.shards if method.is_fsdp else 1), 0)
+        return Memory(
+            (frozen_width * frozen + (8 + optimizer) * trained) / (training.shards if method.is_fsdp else 1), 0
+        )
     parameters = width * (frozen + trained) / (training.gpus if method.zero_stage == 3 else 1)
     if method.hpz and training.gpus > training.instance_gpus:
         parameters += width * (frozen + trained) / training.instance_gpus
     if not method.offload_optimizer:
         gradients = width * trained if method.zero_stage == 1 else 4 * share
-        return Memory(parameters + gradients + 12 * share, 0)
-    host = 20 * share
+        return Memory(parameters + gradients + (4 + optimizer) * share, 0)
+    host = (12 + optimizer) * share
     if method.zero_stage < 3:
         largest = 0 if training.lora else width * shape.largest
         return Memory(parameters + largest, host + width * share + largest)
@@ -272,7 +289,8 @@ def peak(shape: Shape, training: Training) -> Memory:
             reduction, step = 6 * bucket + remaining, 4 * BUCKET + (4 + width) * min(LIVE, share)
     if method.zero_stage in (1, 2):
         start = 2 * width * trained + width * (shape.untrained + (shape.parameters if training.lora else 0))
-    host = 12 * share if method.zero_stage or method.is_fsdp else 12 * trained
+    copied = share if method.zero_stage or method.is_fsdp else trained
+    host = (4 + training.optimizer_bytes) * copied
     if method.offload_optimizer:
         step, host = 0, held.host + _pinning(shape, training)
         if method.zero_stage == 3 and not method.offload_parameters:

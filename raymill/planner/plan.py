@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from rich.console import Console
 
-from raymill import settings, settings_file
+from raymill import job, job_scripts, settings, settings_file
 from raymill.common import cluster_file, gpu_types
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
@@ -50,6 +50,7 @@ def plan(
         precision=train.precision,
         chunked_loss=train.chunked_loss,
         checkpointing_interval=train.gradient_checkpointing_interval,
+        optimizers=tuple((name, job.load(name).STRATEGY.optimizer_values) for name in job_scripts.fine_tuning()),
         types=types,
         max_instances=file.max_workers,
         tokens=_tokens(settings.resolve(train.data)),

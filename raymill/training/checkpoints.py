@@ -14,7 +14,7 @@ from raymill.training import checkpoint_check, storage
 from raymill.training.checkpoint_check import STATE, State
 from raymill.training.collectives import any_rank, largest, total
 from raymill.training.runtimes.runtime import Metrics, Runtime
-from raymill.training.strategies import Strategy
+from raymill.training.strategy import Strategy
 
 GIB = 2**30
 LARGE = GIB

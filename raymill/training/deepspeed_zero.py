@@ -23,7 +23,7 @@ from raymill.training.options import DeepSpeedOptions
 from raymill.training.parameters import numel
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import StateCopier, Strategy, ranks_per_machine
+from raymill.training.strategy import StateCopier, Strategy, ranks_per_machine
 from raymill.training.weight_files import Weight
 
 CONFIG_FILE = Path(__file__).with_name("deepspeed.json")
@@ -150,11 +150,11 @@ class ZeRO(Strategy):
             state["step"] = state["step"].clone()
 
     def checkpoint_bytes(self) -> int:
-        """Return an upper bound on the bytes that this rank saves: its share of the fp32 master copy and of AdamW's
-        moments, and on rank 0 also all trained parameters."""
+        """Return an upper bound on the bytes that this rank saves: its share of the fp32 master copy and of the
+        optimizer's states, and on rank 0 also all trained parameters."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parameters = sum(map(numel, trained))
-        return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
+        return self.state_bytes() * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
 
     def gather(self) -> Iterator[Weight]:
         import deepspeed

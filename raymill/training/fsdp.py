@@ -28,7 +28,7 @@ from raymill.training.model_io import decoder_layers
 from raymill.training.options import FSDPOptions
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import StateCopier, Strategy, ranks_per_machine
+from raymill.training.strategy import StateCopier, Strategy, ranks_per_machine
 from raymill.training.weight_files import Weight
 
 SHARD = "fsdp"  # name of the mesh's dimension to shard over; peft knows this name, and gives adapters the full width
@@ -115,11 +115,11 @@ class FSDP(Strategy):
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
 
     def checkpoint_bytes(self) -> int:
-        """Return the number of bytes of this rank's share of the parameters and AdamW's two moments, all in fp32.
+        """Return the number of bytes of this rank's share of the parameters and the optimizer's states, all in fp32.
 
         Replicas share the writing.
         """
-        return 12 * self.model.num_parameters(only_trainable=True) // self._world_size
+        return self.state_bytes() * self.model.num_parameters(only_trainable=True) // self._world_size
 
     def gather(self) -> Iterator[Weight]:
         self._reshard()

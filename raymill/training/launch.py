@@ -7,7 +7,7 @@ from raymill.errors import UserError
 from raymill.job_context import JobContext
 from raymill.training import failures
 from raymill.training.options import TrainOptions
-from raymill.training.strategies import MakeStrategy
+from raymill.training.strategy import MakeStrategy
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:

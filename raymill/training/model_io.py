@@ -26,7 +26,7 @@ from raymill.model_config import text_config
 from raymill.ray_support import model_cache
 from raymill.training import chunked_loss, composite, lora_merge, packed_attention, weight_files
 from raymill.training.options import TrainOptions
-from raymill.training.strategies import Strategy
+from raymill.training.strategy import Strategy
 from raymill.training.weight_files import Weight
 
 

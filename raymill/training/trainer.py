@@ -18,11 +18,12 @@ from raymill.training.collectives import any_rank, total
 from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from raymill.training.meter import Diverged, Meter
 from raymill.training.metric_logger import MetricLogger
+from raymill.training.optimizer import check_values
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, Runtime
 from raymill.training.schedule import spread
 from raymill.training.storage import RunFolder
-from raymill.training.strategies import MakeStrategy
+from raymill.training.strategy import MakeStrategy
 
 MAX_ROWS_LISTED = 8
 # Approximate maximum time between two progress lines. At each line, the trainer also checks for spot notices, which AWS
@@ -137,8 +138,11 @@ class Trainer:
             self._refuse_failing_export()
             checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
         self.meter.restart()
-        for step in range(self.done + 1, options.last_step + 1):
+        first = self.done + 1
+        for step in range(first, options.last_step + 1):
             self.step(step)
+            if step == first:
+                check_values(self.strategy.optimizer, self.strategy.optimizer_values, type(self.strategy).__name__)
             saves = step % options.checkpoint_every == 0 or step == options.last_step
             evaluates = saves or step % options.eval_every == 0
             is_due = evaluates or step % self.log_interval == 0

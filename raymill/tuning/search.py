@@ -27,7 +27,7 @@ from raymill.training import launch, preflight
 from raymill.training.dataset import read_manifest
 from raymill.training.options import TrainOptions
 from raymill.training.schedule import check_batches
-from raymill.training.strategies import MakeStrategy
+from raymill.training.strategy import MakeStrategy
 from raymill.tuning import trials as trial_store
 from raymill.tuning.options import TuneOptions
 from raymill.tuning.trials import Trial

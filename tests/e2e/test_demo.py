@@ -9,9 +9,9 @@ from jobs import preprocess
 from raymill import settings
 from raymill.demo import assets as demo_assets
 from raymill.demo import play
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import SingleProcess
-from raymill.training.strategies import DDP
 from raymill.training.trainer import train
 
 

@@ -9,6 +9,7 @@ import boto3
 import pytest
 from moto import mock_aws
 from moto.ec2.models import ec2_backends
+from moto.ec2.models.subnets import Subnet
 
 from raymill.emulator import iam, moto_instances, permissions, stubs
 from raymill.emulator.consistency import Consistency
@@ -78,6 +79,20 @@ def test_the_disk_key_is_that_of_the_callers_account() -> None:
     principal = iam.Principal(f"arn:aws:iam::{OTHER_ACCOUNT}:user/me", [])
     answer = stubs.respond("ec2", "GetEbsDefaultKmsKeyId", "us-east-1", {}, principal)
     assert "alias/aws/ebs" in (answer or "")
+
+
+@mock_aws
+def test_instances_in_two_vpcs_or_accounts_have_different_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Subnet, "get_available_subnet_ip", Subnet.get_available_subnet_ip)  # restored at the end
+    moto_instances.install_unique_addresses()
+    clients = [boto3.client("ec2", region_name=region) for region in ("us-east-1", "us-east-1", "us-west-2")]
+    addresses = []
+    for ec2 in clients:
+        vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+        subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24")["Subnet"]["SubnetId"]
+        launch = {"ImageId": IMAGE, "MinCount": 2, "MaxCount": 2, "SubnetId": subnet}
+        addresses += [one["PrivateIpAddress"] for one in ec2.run_instances(**launch)["Instances"]]
+    assert len(set(addresses)) == 6
 
 
 @mock_aws

@@ -12,10 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from raymill import settings
 from raymill.training.dataset import Batch
+from raymill.training.ddp import DDP
 from raymill.training.fsdp import FSDP
 from raymill.training.options import DDPOptions, FSDPOptions
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import DDP, Strategy
+from raymill.training.strategy import Strategy
 
 RANKS = 2
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

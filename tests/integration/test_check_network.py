@@ -17,9 +17,9 @@ from raymill.network import free_ports
 from raymill.ray_support import network_check
 from raymill.ray_support.network_check import Network, NetworkMeasurement
 from raymill.training import transport
+from raymill.training.ddp import DDP
 from raymill.training.options import ClassifierOptions, DDPOptions, NetworkOptions
 from raymill.training.runtimes import ray_train, torchrun
-from raymill.training.strategies import DDP
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 

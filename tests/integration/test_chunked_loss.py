@@ -15,12 +15,12 @@ from raymill import settings
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.model_config import text_config
 from raymill.training import chunked_loss, model_io
+from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from raymill.training.packed_attention import TESTED_FAMILIES
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import DDP
 
 ROWS, LENGTH, RANKS = 2, 20, 2
 SEVERAL_CHUNKS = LinearCrossEntropyOptions(batch_chunk_size=16)  # ROWS * LENGTH tokens need three chunks

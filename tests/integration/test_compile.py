@@ -22,12 +22,13 @@ from torch._dynamo.utils import counters
 from raymill import settings
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.training.dataset import Batch, as_batch
+from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.model_io import load_model
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import DDP, Strategy
+from raymill.training.strategy import Strategy
 
 torch.set_num_threads(1)  # with tensors this small, several threads would only wait for one another
 

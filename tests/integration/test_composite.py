@@ -27,13 +27,13 @@ from raymill.serving import preflight as serving_preflight
 from raymill.serving.options import ServeOptions
 from raymill.training import composite, flops, model_io, preflight, weight_files
 from raymill.training.dataset import PackedRows, read_manifest
+from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from raymill.training.packed_attention import model_inputs
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import DDP
 from raymill.training.trainer import Trainer
 
 SEQUENCE_LENGTH, RANKS = 64, 2

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from raymill import settings
 from raymill.planner.shape import shape_of
 from raymill.training import deepspeed_zero
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions
 from raymill.training.schedule import check_batches, spread
-from raymill.training.strategies import DDP
 
 # ------------------------------------------------------------------------------------------ autocast
 

@@ -28,11 +28,11 @@ from raymill.node import gpu_use, head_status, watchdog_head
 from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS
 from raymill.training import checkpoint_check, history, preflight
 from raymill.training.dataset import PackedRows, read_manifest
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes import ray_train
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.storage import RunFolder
-from raymill.training.strategies import DDP
 from raymill.training.trackers import Trackers
 from raymill.training.trainer import train
 from raymill.tuning import trials

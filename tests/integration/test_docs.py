@@ -15,9 +15,9 @@ from ray.train.torch import TorchTrainer, get_device
 
 import bake
 from raymill import job, job_scripts, settings
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes import torchrun
-from raymill.training.strategies import DDP
 
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
 SOURCES = ["jobs/**/*.py", "raymill/**/*.py"]

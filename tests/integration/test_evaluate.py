@@ -28,9 +28,9 @@ from raymill.evaluation import candidates, evaluation, stopping
 from raymill.evaluation.options import EvaluateOptions
 from raymill.evaluation.scoring import Score, Scorer
 from raymill.training.dataset import Batch, PackedRows, read_manifest
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import SingleProcess
-from raymill.training.strategies import DDP
 from raymill.training.trainer import train
 
 SEQUENCE_LENGTH = 64

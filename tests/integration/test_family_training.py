@@ -14,9 +14,9 @@ from raymill import settings
 from raymill.data.examples import to_json
 from raymill.data.row_formats import read_example
 from raymill.data.tokenization import DocumentTokenizer
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import SingleProcess
-from raymill.training.strategies import DDP
 from raymill.training.trainer import train
 
 SEQUENCE_LENGTH = 1024

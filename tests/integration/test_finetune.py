@@ -28,11 +28,11 @@ from raymill.data.tokenization import DocumentTokenizer
 from raymill.errors import UserError
 from raymill.training import launch
 from raymill.training.collectives import total
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from raymill.training.runtimes import ray_train
 from raymill.training.runtimes.runtime import Runtime, SingleProcess
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import DDP
 from raymill.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses

@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from raymill import settings
 from raymill.errors import UserError
 from raymill.training import weight_files
+from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from raymill.training.runtimes.torchrun import TorchrunRuntime
-from raymill.training.strategies import DDP, MakeStrategy
+from raymill.training.strategy import MakeStrategy
 from raymill.training.trainer import Trainer
 from raymill.training.weight_files import Weight
 

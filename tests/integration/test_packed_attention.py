@@ -19,9 +19,9 @@ from raymill.data.tokenization import NOT_TRAINED
 from raymill.model_config import text_config
 from raymill.training import packed_attention
 from raymill.training.dataset import COLUMNS, Batch, as_batch
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.schedule import BatchPlan
-from raymill.training.strategies import DDP
 
 FIRST, SECOND = 10, 14  # tokens of the two documents
 # the linear attention of Qwen 3.5 carries a state from document to document

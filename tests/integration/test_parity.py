@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from raymill import settings
 from raymill.training.dataset import Batch
+from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.runtimes.torchrun import TorchrunRuntime
-from raymill.training.strategies import DDP, MakeStrategy, Strategy
+from raymill.training.strategy import MakeStrategy, Strategy
 from raymill.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses

@@ -18,11 +18,11 @@ from raymill.aws.target import Aws
 from raymill.common import bucket, cluster_file, prices
 from raymill.errors import UserError
 from raymill.training import data_report, history, preflight, report, storage, trainer
+from raymill.training.ddp import DDP
 from raymill.training.metric_logger import MetricLogger
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.storage import RunFolder
-from raymill.training.strategies import DDP
 
 A100 = "NVIDIA A100-SXM4-40GB"
 STEPS, CHECKPOINT_EVERY = 12, 5

@@ -49,9 +49,10 @@ from raymill.data.tokenization import NOT_TRAINED
 from raymill.errors import UserError
 from raymill.training import checkpoints, deepspeed_zero, model_io, preflight, schedule, storage, weight_files
 from raymill.training.dataset import COLUMNS, Batch, PackedRows, read_manifest
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions, TrainOptions
 from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
-from raymill.training.strategies import DDP, StateCopier
+from raymill.training.strategy import StateCopier
 from raymill.training.trainer import PackedSource, train
 
 SEQUENCE_LENGTH = 64
@@ -302,6 +303,18 @@ def test_the_documented_strategy_trains(finetune: Finetune) -> None:
     plain, mine = finetune(name="plain", steps=6), finetune(name="mine", steps=6, strategy=names["STRATEGY"])
     assert mine[0]["loss"] == pytest.approx(0.5 * plain[0]["loss"], rel=1e-6)
     assert mine[3]["lr"] == pytest.approx(mine[0]["lr"] / 2)
+
+
+def test_an_optimizer_that_keeps_more_than_its_class_says_is_refused(finetune: Finetune) -> None:
+    class Mine(DDP):
+        def make_optimizer(self, model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(model.parameters(), amsgrad=True)
+
+    said = "the optimizer of Mine keeps 3 numbers for each parameter, not 2. Set optimizer_values = 3 in the class."
+    with pytest.raises(UserError, match=re.escape(said)):
+        finetune(name="mine", strategy=Mine)
+    Mine.optimizer_values = 3
+    assert finetune(name="mine", steps=2, strategy=Mine)
 
 
 def test_accumulated_micro_batches_equal_the_whole_batch(finetune: Finetune, model: Path, tmp_path: Path) -> None:

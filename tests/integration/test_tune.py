@@ -15,9 +15,9 @@ from jobs import finetune_ddp, tune
 from raymill import settings
 from raymill.errors import UserError
 from raymill.ray_support import gang
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.schedule import check_batches
-from raymill.training.strategies import DDP
 from raymill.tuning import search, trials
 from raymill.tuning.options import TuneOptions
 from raymill.tuning.trials import Outcome, Trial

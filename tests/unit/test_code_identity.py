@@ -8,7 +8,7 @@ import pytest
 
 from raymill import code_identity, settings
 from raymill.training import preflight
-from raymill.training.strategies import DDP
+from raymill.training.ddp import DDP
 
 SCRIPT = '''
 """A job."""
@@ -16,7 +16,7 @@ import math
 from jobs import losses
 from jobs.losses import focal as mine
 
-from raymill.training.strategies import DDP
+from raymill.training.ddp import DDP
 
 GAMMA = 2.0
 OTHER = 3.0

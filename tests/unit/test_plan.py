@@ -33,7 +33,7 @@ from transformers import (
     T5Config,
 )
 
-from raymill import settings, settings_file
+from raymill import job, settings, settings_file
 from raymill.common import cluster_file
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
@@ -45,12 +45,14 @@ from raymill.ray_support import gpu_section
 from raymill.serving.options import ServeOptions
 from raymill.training import chunked_loss, deepspeed_zero
 from raymill.training.dataset import Batch
+from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.model_io import decoder_layers, load_model
-from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
+from raymill.training.optimizer import check_values
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from raymill.training.schedule import BatchPlan, check_batches
-from raymill.training.strategies import DDP, Strategy
+from raymill.training.strategy import Strategy
 
 TINY = {
     "vocab_size": 320,
@@ -121,19 +123,31 @@ def test_states_match_live_engines(tmp_path: Path) -> None:
     counted = json.loads((tmp_path / "counted.json").read_text())
     shape = shape_of(LlamaConfig(**TINY))
     predicted = {}
-    for method in METHODS:
-        held = memory.states(shape, Training(16, 1, method=method, gpus=RANKS))
-        predicted[method.name] = held.gpu + held.host  # these runs have no GPU, so main memory holds both
-    assert counted == pytest.approx(predicted, rel=0.05)
+    for method, values in MEASURED:
+        training = Training(16, 1, method=method, gpus=RANKS, optimizers=((method.job, values),))
+        held = memory.states(shape, training)
+        predicted[f"{method.name} {values}"] = held.gpu + held.host  # without a GPU, main memory holds both
+    assert counted == pytest.approx(predicted, rel=0.05, abs=2e5)  # 5 % of the smallest with AdamW
+
+
+MEASURED = [*((method, 2) for method in METHODS), *((method, 0) for method in METHODS if not method.offload_optimizer)]
+"""Methods, and how many numbers the optimizer keeps for each parameter: AdamW and SGD."""
+
+
+def _plain_sgd(self: Strategy, model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters())
 
 
 def _count_states(rank: int, folder: Path) -> None:
     """With every method, train one step, run the passes of the next one, and save how many bytes rank 0 holds."""
     ranks.join(rank, RANKS, folder)
     counted = {}
-    for method in METHODS:
+    for method, values in MEASURED:
         gc.freeze()  # hides existing objects, including those of earlier engines, from gc.get_objects()
-        strategy = _strategy(method, rank)
+        with pytest.MonkeyPatch.context() as patch:
+            if not values:
+                patch.setattr(Strategy, "make_optimizer", _plain_sgd)
+            strategy = _strategy(method, rank)
         row = torch.arange(16)[None]
         batch = {"input_ids": row, "labels": row, "position_ids": row}
         strategy.accumulate(batch, torch.tensor(1.0), last=True)
@@ -144,7 +158,8 @@ def _count_states(rank: int, folder: Path) -> None:
             gradients = [parameter.grad for parameter in strategy.model.parameters() if parameter.grad is not None]
             held.append(_bytes([*_live_tensors(), *gradients]))
             del gradients
-        counted[method.name] = max(held)
+        check_values(strategy.optimizer, values, "Mine")
+        counted[f"{method.name} {values}"] = max(held)
         del strategy
     if rank == 0:
         (folder / "counted.json").write_text(json.dumps(counted))
@@ -407,6 +422,23 @@ def test_lora_needs_less_than_full_fine_tuning(llama: Shape) -> None:
         assert lora.gpu + lora.host < full.gpu + full.host
 
 
+def test_the_plan_asks_the_jobs_scripts_for_their_optimizers(llama: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = job.load("finetune_fsdp")
+    asked: dict[str, Any] = {}
+
+    def answer(config: Any, **given: Any) -> Any:
+        asked.update(given)
+        raise UserError("enough")
+
+    monkeypatch.setattr(script, "STRATEGY", type("Mine", (script.STRATEGY,), {"optimizer_values": 1}))
+    monkeypatch.setattr(plan, "estimate", answer)
+    monkeypatch.setattr(plan.preflight, "load_config", lambda _: None)
+    monkeypatch.setattr(plan.model_cache, "find", lambda model: model)
+    with pytest.raises(UserError, match="enough"):
+        plan.plan("model", Console(), lambda types: {})
+    assert dict(asked["optimizers"]) == {"finetune_ddp": 2, "finetune_deepspeed": 2, "finetune_fsdp": 1}
+
+
 def prices(dollars: dict[str, float]) -> Callable[[Collection[str]], dict[str, float]]:
     """Return a function that returns these prices, as a target's method does."""
     return lambda types: dollars
@@ -417,6 +449,7 @@ def _plan(config: Any, **changes: Any) -> ModelPlan:
         "sequence_length": 1024,
         "chunked_loss": True,
         "checkpointing_interval": 1,
+        "optimizers": (),
         "micro_batch_rows": 1,
         "global_batch_rows": 64,
         "num_workers": 8,

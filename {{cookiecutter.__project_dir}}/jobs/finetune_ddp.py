@@ -6,7 +6,7 @@ from raymill.training.options import DDPOptions
 JOB = Job(DDPOptions, "train")  # reads the options, before the slow imports below
 
 from raymill.training import launch
-from raymill.training.strategies import DDP
+from raymill.training.ddp import DDP
 
 STRATEGY = DDP  # a subclass can change the loss, the optimizer and the learning rate: docs/training.md
 

@@ -28,7 +28,7 @@ from raymill.training.dataset import Batch, as_batch
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.schedule import check_batches, spread
-from raymill.training.strategies import MakeStrategy
+from raymill.training.strategy import MakeStrategy
 from raymill.training.trainer import Trainer
 
 STEPS = 2  # only the second step starts with optimizer states in memory

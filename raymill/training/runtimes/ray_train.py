@@ -40,7 +40,7 @@ from raymill.training import failures, preflight, storage, transport, weights_ch
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, WriteCheckpoint
 from raymill.training.schedule import check_batches
-from raymill.training.strategies import MakeStrategy
+from raymill.training.strategy import MakeStrategy
 from raymill.training.trainer import train
 
 SPOT_NOTICE_S = 120

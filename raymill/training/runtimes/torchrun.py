@@ -23,7 +23,7 @@ from raymill.training import preflight, storage, transport
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from raymill.training.schedule import check_batches
-from raymill.training.strategies import MakeStrategy
+from raymill.training.strategy import MakeStrategy
 from raymill.training.trainer import train
 
 TIMEOUT_MINUTES = 30

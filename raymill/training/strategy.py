@@ -1,5 +1,6 @@
-"""The `Strategy` interface, which hides how DDP, FSDP and ZeRO distribute a model over the ranks. Also contains DDP."""
+"""The `Strategy` interface, which hides how DDP, FSDP and ZeRO distribute a model over the ranks."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -9,20 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from raymill.errors import UserError
 from raymill.training.collectives import is_equal
 from raymill.training.dataset import Batch
+from raymill.training.optimizer import ADAMW_VALUES, adamw
 from raymill.training.options import TrainOptions
 from raymill.training.packed_attention import model_inputs
-from raymill.training.parameters import shape_of
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
 from raymill.training.schedule import BatchPlan, learning_rate_at, peak_learning_rate
 from raymill.training.weight_files import Weight
-
-BETAS = (0.9, 0.95)  # usual for language models: 0.95 averages squared gradients over about 20 steps
 
 
 class Strategy(ABC):
@@ -35,6 +33,9 @@ class Strategy(ABC):
     bounds_loss = True
     """Whether a loss above twice that of a uniform guess means that training has diverged. Set it to False
     for a loss with larger values."""
+    optimizer_values: float = ADAMW_VALUES
+    """Numbers in fp32 that the optimizer keeps for each trained parameter. A run whose optimizer keeps more is refused,
+    because `inv plan` and the check of free disk space rely on it."""
     copies_state = True
     """Whether `capture` copies the state. If not, training must wait until the checkpoint is written."""
 
@@ -103,6 +104,10 @@ class Strategy(ABC):
             min_ratio=options.min_lr_ratio,
         )
 
+    def state_bytes(self) -> int:
+        """Return the bytes that a checkpoint has for each trained parameter: its fp32 value, and the optimizer's."""
+        return math.ceil(4 * (1 + self.optimizer_values))
+
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Return `loss` in the precision of the strategy."""
         return self.loss(batch)
@@ -151,67 +156,3 @@ def ranks_per_machine(runtime: Runtime) -> int:
             "Set num_workers to a multiple of a machine's GPUs, or set the option to false."
         )
     return runtime.local_world_size
-
-
-def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW. Weight decay applies only to matrices, not to biases and norms."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if len(shape_of(parameter)) >= 2]
-    vectors = [parameter for parameter in trained if len(shape_of(parameter)) < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
-
-
-class DDP(Strategy):
-    """DistributedDataParallel: every rank holds the full model and optimizer, and gradients are averaged."""
-
-    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
-        self.model = model
-        self.module = runtime.wrap(model)
-        self.optimizer = self.make_optimizer(model, options)
-        self._is_writer = runtime.rank == 0
-        self._max_grad_norm = options.max_grad_norm
-        self._bf16 = options.precision == "bf16"
-        self._device = runtime.device.type
-        self._copier = StateCopier()
-
-    def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
-        module = self.module
-        is_local = not last and isinstance(module, DistributedDataParallel)
-        with module.no_sync() if is_local else nullcontext():  # one all-reduce per step, not per micro-batch
-            loss = self.summed_loss(batch)
-            (loss * scale).backward()
-        return loss.detach()
-
-    def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Return `loss` in the precision of the options."""
-        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._bf16):
-            return super().summed_loss(batch)
-
-    def step(self, learning_rate: float) -> torch.Tensor:
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
-        self.set_learning_rate(learning_rate)
-        self.optimizer.step()
-        # gradients are views of DDP's buckets: None would free no memory, and `no_sync` would allocate new gradients
-        self.optimizer.zero_grad(set_to_none=False)
-        return norm
-
-    def capture(self) -> WriteCheckpoint:
-        if not self._is_writer:
-            return lambda folder: None
-        state = self._copier.copy({"model": dict(self.gather()), "optimizer": self.optimizer.state_dict()})
-        return lambda folder: torch.save(state, folder / "ddp.pt")
-
-    def load(self, folder: Path, world_size: int) -> None:
-        state = torch.load(folder / "ddp.pt", map_location=self._device, weights_only=True)
-        self.model.load_state_dict(state["model"], strict=False)  # frozen parameters are not saved
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def checkpoint_bytes(self) -> int:
-        """Return the bytes of the trained parameters and AdamW's two moments in fp32. Only rank 0 writes them."""
-        return 12 * self.model.num_parameters(only_trainable=True) if self._is_writer else 0
-
-    def gather(self) -> Iterator[Weight]:
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and self._is_writer:
-                yield name, parameter.detach()
