@@ -22,7 +22,7 @@ from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from raymill import settings
 from raymill.network import free_ports
-from raymill.serving import app, grammars, lifecycle, model_corrections
+from raymill.serving import app, deploy, grammars, model_corrections
 from raymill.serving.hooks import Hooks
 from raymill.serving.options import ServeOptions
 
@@ -104,11 +104,11 @@ def served(model: Path, **changes: object) -> Iterator[ServeOptions]:
     (port,) = free_ports(1)
     changes |= {"model": str(model), "port": port, "key_requests_per_minute": 10**6}
     options = settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
-    lifecycle.deploy_model(options, Hooks())
+    deploy.deploy_model(options, Hooks())
     try:
         yield options
     finally:
-        lifecycle.stop()
+        deploy.stop()
 
 
 @contextlib.contextmanager

@@ -12,9 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from benchmarks import harness
 from benchmarks.report import Result, at_most
 from raymill.serving import accounting
-from raymill.serving.access_log import AccessLog
+from raymill.serving.accounting import AccessLog, KeyMetrics
 from raymill.serving.api_middleware import ApiMiddleware
-from raymill.serving.key_metrics import KeyMetrics
 from raymill.serving.keys import ApiKeys
 from raymill.serving.rate_limits import RequestLimits
 from raymill.serving.request_queue import QueueMiddleware

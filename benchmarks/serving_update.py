@@ -6,7 +6,7 @@ from collections.abc import Callable
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
 from benchmarks.visitors import CLEAN, RequestLog, Visitor
-from raymill.serving import lifecycle, served_models
+from raymill.serving import deploy, served_models
 from raymill.serving.hooks import Hooks
 from raymill.serving.options import ServeOptions
 
@@ -47,8 +47,8 @@ async def _update(options: ServeOptions, answers: dict[str, str]) -> tuple[Reque
         )
         await asyncio.sleep(CALM_S)
         phases["undisturbed"] = log.now()
-        await phase("an update", lambda: lifecycle.deploy_model(shorter, Hooks()))
-        await phase("a canary", lambda: lifecycle.deploy_model(canary, Hooks()))
+        await phase("an update", lambda: deploy.deploy_model(shorter, Hooks()))
+        await phase("a canary", lambda: deploy.deploy_model(canary, Hooks()))
         await phase("its promotion", lambda: served_models.promote(drain_s=None))
         over.set()
         await staying

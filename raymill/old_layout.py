@@ -14,6 +14,30 @@ MODULES = ("settings", "sections", "instance_types")
 """Modules that were at the top of the project."""
 CLIENTS = ("bench", "chat", "lm_eval")
 RENAMED = {
+    "raymill.aws.authorized_keys": "raymill.aws.ssh",
+    "raymill.aws.ssh_config": "raymill.aws.ssh",
+    "raymill.aws.budget": "raymill.aws.stack_sections",
+    "raymill.emulator.launch_failures": "raymill.emulator.launches",
+    "raymill.emulator.launch_rules": "raymill.emulator.launches",
+    "raymill.emulator.slow_ends": "raymill.emulator.consistency",
+    "raymill.evaluation.results": "raymill.evaluation.evaluation",
+    "raymill.evaluation.stopping": "raymill.evaluation.scoring",
+    "raymill.rag.cross_encoder": "raymill.rag.retrieval",
+    "raymill.ray_support.gpu_section": "raymill.ray_support.aws_sections",
+    "raymill.ray_support.ray_data": "raymill.ray_support.ray_logging",
+    "raymill.ray_support.private.autoscaler": "raymill.ray_support.private.core",
+    "raymill.ray_support.private.gcs": "raymill.ray_support.private.core",
+    "raymill.ray_support.private.key_value": "raymill.ray_support.private.core",
+    "raymill.ray_support.private.tune": "raymill.ray_support.private.train",
+    "raymill.serving.accelerator": "raymill.serving.preflight",
+    "raymill.serving.access_log": "raymill.serving.accounting",
+    "raymill.serving.canary": "raymill.serving.routing_state",
+    "raymill.serving.engine_hook": "raymill.serving.accounting",
+    "raymill.serving.key_metrics": "raymill.serving.accounting",
+    "raymill.serving.lifecycle": "raymill.serving.deploy",
+    "raymill.serving.metrics_middleware": "raymill.serving.accounting",
+    "raymill.serving.placement": "raymill.serving.preflight",
+    "raymill.training.data_report": "raymill.training.report",
     "raymill.training.strategies": "raymill.training.strategy",  # DDP is in raymill.training.ddp
 }
 """Modules that got another name, or became a part of another one, when they moved into raymill/."""
@@ -44,7 +68,13 @@ def notes() -> Iterator[str]:
                 instead = "make a Job and end with JOB.run(main), as jobs/evaluate.py does"
                 yield f"{place} imports cli, which is gone: {instead}"
             elif found := IMPORT.match(line):
-                yield f"{place} imports {found[1]}, which is now {new_name(found[1])}"
+                new = new_name(found[1])
+                moved = [
+                    f", with {name} in {RENAMED[f'{new}.{name}']}"
+                    for name in re.findall(r"\w+", line.partition(" import ")[2])
+                    if f"{new}.{name}" in RENAMED
+                ]
+                yield f"{place} imports {found[1]}, which is now {new}{''.join(moved)}"
 
 
 def new_name(old: str) -> str:

@@ -8,7 +8,7 @@ from raymill.aws.zones import Offers
 from raymill.common import prices
 from raymill.common.cluster_file import ClusterFile, NodeType
 from raymill.instance_types import INSTANCE_TYPES
-from raymill.ray_support import gpu_section
+from raymill.ray_support import aws_sections
 from raymill.ray_support.aws_sections import NetworkSection
 
 
@@ -19,7 +19,7 @@ def offers(file: ClusterFile) -> list[dict[str, Any]]:
 
 def serve_offers(file: ClusterFile) -> list[dict[str, Any]]:
     """Return the node types for serving in the same order, or [] if serving uses those for training."""
-    wanted = gpu_section.load().serve_instance_type
+    wanted = aws_sections.load_gpu().serve_instance_type
     serving = [worker for worker in file.workers if _zone(worker) and worker.instance_type == wanted]
     return _offers(file, serving) if serving else []
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from raymill.common import gpu_types
 from raymill.common.cluster_file import ClusterFile, NodeType
-from raymill.ray_support import gpu_section
+from raymill.ray_support import aws_sections
 
 Bodies = dict[str, dict[str, Any]]
 """Node types of a cluster file, by name."""
@@ -19,7 +19,7 @@ def apply(file: ClusterFile) -> Bodies:
     """
     node_types = file.content["available_node_types"]
     training = [worker for worker in file.workers if worker.zone]
-    section = gpu_section.load()
+    section = aws_sections.load_gpu()
     names = section.instance_types or (gpu_types.in_cluster_yaml(file),)
     priorities = [worker.priority for worker in training] or [0]
     step = max(priorities) - min(priorities) + 1

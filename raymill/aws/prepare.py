@@ -6,8 +6,6 @@ import requests
 
 from raymill import settings
 from raymill.aws import (
-    boundary,
-    budget,
     guard,
     images,
     key_pair,
@@ -16,6 +14,7 @@ from raymill.aws import (
     ownership,
     reservation,
     stack,
+    stack_sections,
     vpc,
     zones,
 )
@@ -51,8 +50,8 @@ def prepare(file: ClusterFile) -> None:
         "MakeBucket": _make_bucket(file),
         **reservation.stack_parameters(file, section),
         **load_balancer.stack_parameters(section, network),
-        **budget.stack_parameters(),
-        **boundary.stack_parameters(),
+        **stack_sections.boundary_parameters(),
+        **stack_sections.budget_parameters(),
     }
     _check_workers(file, parameters)
     running = instances.head(file)

@@ -8,7 +8,7 @@ import botocore.exceptions
 
 from raymill.common import bucket
 from raymill.common.cluster_file import ClusterFile
-from raymill.serving.access_log import PREFIX
+from raymill.serving.accounting import PREFIX
 from raymill.target import Copy
 
 REQUESTS = 16

@@ -1,8 +1,13 @@
-"""Connect to the head over ssh: run commands, and open a tunnel to its ports."""
+"""Connects to the head over ssh: runs commands, opens tunnels to its ports, and lets other people and programs in."""
 
 import atexit
+import os
+import pwd
 import secrets
+import shlex
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,4 +171,73 @@ def find_head(file: ClusterFile) -> SshHead:
         user=file.auth["ssh_user"],
         key_file=file.key_file if file.key_file.exists() else None,
         proxy_command=file.auth.get("ssh_proxy_command", ""),
+    )
+
+
+def write_config(head: SshHead, name: str) -> Path:
+    """Write an entry with this name for the head, and return its file. Replaces an older entry of this name."""
+    folder = _folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    options = {"HostName": head.address, "User": head.user, **head.options()}
+    lines = [f"Host {name}", *(f"    {option} {value}" for option, value in options.items())]
+    _replace(_file(name), "".join(f"{line}\n" for line in lines))
+    config = folder / "config"
+    text = config.read_text(encoding="utf-8") if config.exists() else ""
+    if _include(name) not in text.splitlines():
+        # At the top: below a Host or Match line, it would apply only to that host. ssh_config(5)
+        _replace(config, f"{_include(name)}\n{text}")
+    return _file(name)
+
+
+def remove_config(name: str) -> None:
+    """Remove the entry with this name, if there is one. All other lines of ~/.ssh/config stay as they are."""
+    _file(name).unlink(missing_ok=True)
+    config = _folder() / "config"
+    if not config.exists():
+        return
+    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+    if kept := [line for line in lines if line.strip() != _include(name)]:
+        if kept != lines:
+            _replace(config, "".join(kept))
+    elif lines:
+        config.unlink()
+
+
+def _folder() -> Path:
+    """Return the folder that ssh reads. ssh ignores the variable HOME."""
+    return Path(pwd.getpwuid(os.getuid()).pw_dir) / ".ssh"
+
+
+def _file(name: str) -> Path:
+    return _folder() / f"{name}.config"
+
+
+def _include(name: str) -> str:
+    return f'Include "{_file(name)}"'
+
+
+def _replace(file: Path, text: str) -> None:
+    """Replace the content of a private file as a whole, so that ssh never reads half of it. Follows links."""
+    file = file.resolve()
+    mode = file.stat().st_mode if file.exists() else 0o600
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as new:
+        new.write(text)
+    os.chmod(new.name, mode)
+    os.replace(new.name, file)
+
+
+MARK = "(from settings.toml)"
+"""Ends the comment of each key that this module has added."""
+
+
+def add_authorized_keys(head: SshHead, keys: Sequence[str]) -> None:
+    """Let the owners of these public keys connect to the head. Remove keys that are no longer in the settings.
+
+    Raises:
+        UserError: ssh cannot connect.
+    """
+    mark, added = shlex.quote(MARK), shlex.quote("".join(f"{key} {MARK}\n" for key in keys))
+    head.run(
+        f"cd ~/.ssh && umask 077 && {{ grep -vF {mark} authorized_keys; printf %s {added}; }} > authorized_keys.new && "
+        "mv authorized_keys.new authorized_keys"
     )

@@ -10,7 +10,6 @@ import requests
 
 from raymill import doctor, drain, settings
 from raymill.aws import (
-    authorized_keys,
     caller,
     capacity,
     capacity_blocks,
@@ -30,7 +29,6 @@ from raymill.aws import (
     reservation,
     secrets_manager,
     ssh,
-    ssh_config,
     teardown,
 )
 from raymill.aws.deletion import attempt
@@ -120,7 +118,7 @@ class Aws:
 
     def _admit_people(self, file: ClusterFile) -> None:
         section = settings.load(NetworkSection, "network", profile=self.profile)
-        authorized_keys.install(ssh.find_head(file), section.ssh_keys)
+        ssh.add_authorized_keys(ssh.find_head(file), section.ssh_keys)
 
     def show_capacity(self, wanted: WantedBlock) -> None:
         capacity_blocks.show(identity.load(), wanted, Console())
@@ -187,7 +185,7 @@ class Aws:
 
     def configure_ssh(self) -> None:
         file = self._file()
-        entry = ssh_config.write(ssh.find_head(file), file.slug)
+        entry = ssh.write_config(ssh.find_head(file), file.slug)
         print(f"added the host {file.slug} to your ssh configuration, in {entry}; `inv down` removes it")
         print(f"next: ssh {file.slug}   or in VS Code: Remote-SSH: Connect to Host, {file.slug}")
 
@@ -230,7 +228,7 @@ class Aws:
             return [*teardown.leftovers(file), *failures]  # the guard and its stack stay, because they end instances
         existing = had_instances or teardown.leftovers(file)
         failures = [*teardown.delete_orphans(file), *prepare.delete(file), *secrets_manager.delete(file)]
-        ssh_config.remove(file.slug)
+        ssh.remove_config(file.slug)
         left = [*(teardown.leftovers if failures else teardown.settled_leftovers)(file), *failures]
         if not left:
             identity.forget()

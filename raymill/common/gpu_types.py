@@ -3,7 +3,7 @@
 from raymill.common.cluster_file import ClusterFile
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES, InstanceType
-from raymill.ray_support import gpu_section
+from raymill.ray_support import aws_sections
 
 
 def for_training(file: ClusterFile) -> tuple[InstanceType, ...]:
@@ -12,7 +12,7 @@ def for_training(file: ClusterFile) -> tuple[InstanceType, ...]:
     Raises:
         UserError: a type is not in raymill/instance_types.py.
     """
-    names = gpu_section.load().instance_types or [in_cluster_yaml(file)]
+    names = aws_sections.load_gpu().instance_types or [in_cluster_yaml(file)]
     return tuple(find(name) for name in names)
 
 

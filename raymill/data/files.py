@@ -1,5 +1,7 @@
 """Find the files of an input, which is a file, a folder, a glob or a URI."""
 
+import contextlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
@@ -9,7 +11,7 @@ import pyarrow as pa
 import pyarrow.fs
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 
-from raymill.data import hub, table_formats
+from raymill.data import hub
 from raymill.errors import UserError
 from raymill.printable import printable
 
@@ -74,7 +76,7 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
         if info.is_file and PurePosixPath(info.path).suffix in suffixes
     )
     read, known = [file.path for file in files] or [path], [info.path for info in nearby]
-    if table := table_formats.find(filesystem, read, known, root, min_depth=hub.REPOSITORY_DEPTH if on_hub else 1):
+    if table := find_table(filesystem, read, known, root, min_depth=hub.REPOSITORY_DEPTH if on_hub else 1):
         raise UserError(
             f"{name} belongs to the {table[1]} table {table[0]}, where files of deleted rows remain; write the table's "
             f"current rows to parquet or JSONL files, and name those in [{section}], or pass --input."
@@ -157,3 +159,100 @@ def _fixed_folder(path: str) -> str:
     parts = PurePosixPath(path).parts
     wildcards = [number for number, part in enumerate(parts) if WILDCARD.search(part)]
     return str(PurePosixPath(*parts[: min([*wildcards, len(parts) - 1])]))
+
+
+MARKERS = {
+    "_delta_log": ("", "Delta"),
+    "metadata": (".metadata.json", "Iceberg"),
+    "_versions": (".manifest", "Lance"),
+    ".hoodie": ("", "Hudi"),
+}
+"""Maps a folder at the top of each table to how its files end, and to the format of the table."""
+
+
+def find_table(
+    filesystem: FileSystem, read: Iterable[str], listed: Iterable[str], folder: str, *, min_depth: int = 1
+) -> tuple[str, str] | None:
+    """Return the folder and the format of a table that one of the files or folders `read` belongs to.
+
+    Args:
+        filesystem: Where the files are.
+        read: Paths below `folder`, or `folder` itself.
+        listed: Paths that are known to exist below `folder`.
+        folder: The folder with all paths. It may be part of a table.
+        min_depth: Folders with fewer parts in their path cannot be listed.
+    """
+    above = [one for one in (PurePosixPath(folder), *PurePosixPath(folder).parents) if len(one.parts) >= min_depth]
+    nearby = [path for one in above for path in _marker_paths(filesystem, one)]
+    tables = _tables([*listed, *nearby])
+    for path in read if tables else ():
+        for one in (PurePosixPath(path), *PurePosixPath(path).parents):
+            if table := tables.get(one):
+                return str(one), table
+    return None
+
+
+def _marker_paths(filesystem: FileSystem, folder: PurePosixPath) -> list[str]:
+    """Return the markers in a folder, and their files. A folder that may not be read has none."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for info in filesystem.get_file_info([f"{folder}/{marker}" for marker in MARKERS]):
+            files = filesystem.get_file_info(FileSelector(info.path, allow_not_found=True))
+            found += [info.path, *(file.path for file in files)] if info.type == FileType.Directory else []
+    return found
+
+
+def _tables(paths: Iterable[str]) -> dict[PurePosixPath, str]:
+    """Return the format of each table that has a marker among `paths`."""
+    found = {}
+    for path in paths:
+        parts = PurePosixPath(path).parts
+        for marker in MARKERS.keys() & parts:
+            ending, table = MARKERS[marker]
+            if path.endswith(ending):
+                found[PurePosixPath(*parts[: parts.index(marker)])] = table
+    return found
+
+
+# the words by which the library `datasets` recognizes splits in the names of files and folders
+TRAIN = {"train", "training"}
+TEST = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
+SEPARATORS = re.compile(r"[-._ 0-9/]+")
+
+
+def check_splits(source: InputFiles) -> None:
+    """Print which files look like a test split. A file that the input names itself is never one.
+
+    Raises:
+        UserError: the input has a train split beside the test split.
+    """
+    if source.name.endswith(source.files[0].path):
+        return
+    words = {file.path: _words(file.path, source.root) for file in source.files}
+    tests = [path for path in words if words[path] & TEST]
+    trains = [path for path in words if words[path] & TRAIN and path not in tests]
+    if not tests:
+        return
+    first = PurePosixPath(tests[0]).relative_to(source.root)
+    some = f"{first} and {len(tests) - 1:,} more files" if len(tests) > 1 else str(first)
+    if trains:
+        raise UserError(
+            f"{source.name} has {some}, which looks like a test split beside the train split; pass --input "
+            f"{_uri(source, _pattern(trains, tests))}, and to train on both, add the other files with --mix INPUT=1."
+        )
+    print(printable(f"note: {source.name}: trains on {some}, which looks like a test split"), flush=True)
+
+
+def _words(path: str, root: str) -> set[str]:
+    return set(SEPARATORS.split(str(PurePosixPath(path).relative_to(root)).lower()))
+
+
+def _pattern(trains: list[str], tests: list[str]) -> str:
+    """Return a glob that matches the train split and not the test split, or one file of the train split."""
+    prefix = os.path.commonprefix(trains)  # noqa: RUF071 - a glob may begin within a name
+    return trains[0] if len(trains) == 1 or any(path.startswith(prefix) for path in tests) else f"{prefix}*"
+
+
+def _uri(source: InputFiles, path: str) -> str:
+    scheme, separator, _ = source.name.rpartition("://")
+    return f"{scheme}{separator}{path}"

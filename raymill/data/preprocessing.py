@@ -15,7 +15,7 @@ from raymill.data.row_sources import RowSource
 from raymill.data.shards import PartitionSummary, ShardPlan
 from raymill.data.tokenization import DocumentTokenizer
 from raymill.errors import UserError
-from raymill.ray_support import ray_data
+from raymill.ray_support import ray_logging
 from raymill.ray_support.private.data import ShuffleDiskError
 from raymill.ray_support.progress import Progress, time_left
 from raymill.settings import inv
@@ -105,7 +105,7 @@ def _partition_count(sources: list[RowSource], shard_mib: float) -> int:
 
 def _data_context() -> DataContext:
     """Return Ray Data's settings: blocks much smaller than the object store, and a shuffle on disk."""
-    context = ray_data.quiet_context()
+    context = ray_logging.quiet_context()
     store = int(min(node["Resources"]["object_store_memory"] for node in ray.nodes() if node["Alive"]))
     context.target_max_block_size = min(context.target_max_block_size, store // 16)
     context.shuffle_input_batch_bytes = min(context.shuffle_input_batch_bytes, store // 8)

@@ -6,7 +6,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from raymill import settings
-from raymill.data import files, rows, splits
+from raymill.data import files, rows
 from raymill.data.examples import BadRow
 from raymill.data.files import InputFiles
 from raymill.data.row_formats import EXPECTED_COLUMNS, FORMATS, UNKNOWN_COLUMNS, Format, format_of
@@ -92,7 +92,7 @@ def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMAT
             raise UserError(f"mix has {part!r}; write INPUT=WEIGHT, with a weight above 0 and below {MAX_WEIGHT}.")
         sources.append(find(settings.resolve(other))._replace(weight=value))
     for source in sources:
-        splits.check(source.files)
+        files.check_splits(source.files)
     return [source._replace(formats=formats) for source in sources]
 
 

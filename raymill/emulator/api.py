@@ -5,12 +5,12 @@ The wrapper adds what moto lacks:
 - RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
   instances, and only the first gets the profile.
 - Capacity can run out, and quotas can be too small.
-- A zone refuses instance types that it does not offer (see offerings.py).
+- A zone refuses instance types that it does not offer (see launches.py).
 - Some effects of a call are visible only later (see consistency.py).
 - EC2 rejects calls at a higher rate than its limits (see throttling.py).
 - Instances can start in capacity reservations (see reservations.py).
-- EC2 ends some instances during their launch (see launch_failures.py).
-- It refuses launches as EC2 does (see launch_rules.py), schedules as EventBridge Scheduler does (see schedules.py), and
+- EC2 ends some instances during their launch (see launches.py).
+- It refuses launches as EC2 does (see launches.py), schedules as EventBridge Scheduler does (see schedules.py), and
   stacks with what is not modeled (see stack_resources.py).
 - Resources vanish before they are deleted, or are still in use (see deletions.py).
 - Operations on stacks take time (see stack_states.py), replace resources, and need permissions (see stack_updates.py).
@@ -34,20 +34,19 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from raymill.aws import quotas
 from raymill.emulator import (
     iam,
-    launch_rules,
+    launches,
     moto_instances,
-    offerings,
     permissions,
-    rejected_requests,
     reservations,
     schedules,
     stack_resources,
     stack_states,
     stubs,
+    throttling,
 )
 from raymill.emulator.consistency import CONFLICT, Consistency
 from raymill.emulator.deletions import Deletions
-from raymill.emulator.launch_failures import LaunchFailures
+from raymill.emulator.launches import LaunchFailures
 from raymill.emulator.reservations import Reservations
 from raymill.emulator.throttling import Throttle
 
@@ -92,7 +91,7 @@ class InjectedFaults:
     quotas: dict[str, float | None] = field(default_factory=dict)
     """Values of quotas by their codes. None: AWS has no such quota. Those on vCPUs are enforced."""
     not_offered: list[dict[str, str]] = field(default_factory=list)
-    """Pairs of `type` and `zone` that EC2 no longer offers (see offerings.py)."""
+    """Pairs of `type` and `zone` that EC2 no longer offers (see launches.py)."""
     disabled_regions: list[str] = field(default_factory=list)
     """Regions that are not enabled in the account."""
     clock_s: float = 0.0
@@ -140,8 +139,8 @@ class Api:
         self, call: Call, environ: dict[str, Any], body: bytes, start_response: StartResponse
     ) -> Iterable[bytes]:
         try:
-            rejected_requests.check_clock(environ, call.service, self.faults.clock_s)
-            rejected_requests.check_region(call.service, call.region, self.faults.disabled_regions)
+            throttling.check_clock(environ, call.service, self.faults.clock_s)
+            throttling.check_region(call.service, call.region, self.faults.disabled_regions)
             self.throttle.check(call.service, call.action)
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn)
@@ -198,7 +197,7 @@ class Api:
         if call.service == "cloudformation":
             return self.stacks.begin(call.action, call.region, call.parameters, principal)
         if call.action == "DescribeInstanceTypeOfferings":
-            return offerings.describe(call.region, call.parameters, self.faults.not_offered)
+            return launches.describe_offerings(call.region, call.parameters, self.faults.not_offered)
         if call.action == "GetServiceQuota":
             return stubs.service_quota(call.parameters["QuotaCode"], self.faults.quotas)
         return stubs.respond(call.service, call.action, call.region, call.parameters, principal)
@@ -219,8 +218,8 @@ class Api:
             "market": call.parameters.get("InstanceMarketOptions.MarketType", "on-demand"),
             "type": call.parameters.get("InstanceType", ""),
         }
-        launch_rules.check(call.region, call.parameters, call.account)
-        offerings.check(call.region, launch["type"], launch["zone"], self.faults.not_offered)
+        launches.check(call.region, call.parameters, call.account)
+        launches.check_zone(call.region, launch["type"], launch["zone"], self.faults.not_offered)
         reservation = call.parameters.get(reservations.TARGET, "")
         if reservation or launch["market"] == "capacity-block":
             return self.reservations.admit(launch, reservation, call.parameters, call.account)

@@ -26,11 +26,11 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 from raymill import settings
 from raymill.aws import identity
-from raymill.emulator import host_image, moto_instances, slow_ends, stack_states
+from raymill.emulator import consistency, host_image, moto_instances, stack_states
 from raymill.emulator.addresses import CHECK_IP_PORT, CONTROL_PORT, ENDPOINT, GATEWAY
 from raymill.emulator.api import Api, InjectedFaults, StartResponse
 from raymill.emulator.host import Host
-from raymill.emulator.launch_failures import LaunchFailures
+from raymill.emulator.launches import LaunchFailures
 from raymill.emulator.metadata import MetadataService
 from raymill.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT, MotoInstance
 from raymill.emulator.reservations import Reservations
@@ -138,7 +138,7 @@ class ControlApi:
     GET returns the cloud's state. PUT calls `_control` with the JSON body as keyword arguments, then returns the state.
     """
 
-    def __init__(self, cloud: Cloud, api: Api, metadata: MetadataService, ends: slow_ends.SlowEnds) -> None:
+    def __init__(self, cloud: Cloud, api: Api, metadata: MetadataService, ends: consistency.SlowEnds) -> None:
         self.cloud, self.api, self.metadata, self.ends = cloud, api, metadata, ends
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
@@ -241,8 +241,8 @@ def run(region: str, pins: Path) -> None:
     _bind_mount(settings.PROJECT / "requirements" / "cluster.txt", pins)
     _create_accounts(region)
     _set_home()
-    api, metadata, ends = Api(), MetadataService(), slow_ends.SlowEnds()
-    slow_ends.install(ends)
+    api, metadata, ends = Api(), MetadataService(), consistency.SlowEnds()
+    consistency.install_slow_ends(ends)
     moto_instances.install_unique_addresses()
     api.stacks.seconds = stack_states.DURATION_S
     cloud = Cloud(layers, host_image.shared_paths(), api.reservations, api.launch_failures)

@@ -11,14 +11,19 @@
   https://docs.aws.amazon.com/ec2/latest/devguide/eventual-consistency.html
 - S3 rejects a conditional write if it is working on another write to the same object. Here, it rejects every third one.
   https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+- Large instances stay in the state "shutting-down" for minutes before they are terminated.
+  https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-lifecycle.html
 """
 
 import itertools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from moto.ec2.models.instances import Instance, InstanceState
 
 from raymill.emulator.iam import AwsError
 
@@ -85,3 +90,30 @@ class Consistency:
     def keep_list(self, parameters: Mapping[str, Any], answer: bytes, place: str = "") -> None:
         """Keep the answer to a ListSecrets call for later calls."""
         self._lists[f"{place} {json.dumps(parameters)}"] = self._clock(), answer
+
+
+class SlowEnds:
+    """How long instances take to terminate."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+def install_slow_ends(slow_ends: SlowEnds) -> None:
+    """Change how moto terminates instances in this process."""
+    terminate = Instance.terminate
+
+    def begin(self: Any) -> InstanceState:
+        if self.state == "shutting-down":
+            return InstanceState(self._state.name, self._state.code)
+        previous = terminate(self)
+        if slow_ends.seconds and previous.name != "terminated":
+            _set_state(self, "shutting-down", 32)
+            threading.Timer(slow_ends.seconds, _set_state, (self, "terminated", 48)).start()
+        return previous
+
+    Instance.terminate = begin
+
+
+def _set_state(instance: Any, name: str, code: int) -> None:
+    instance._state.name, instance._state.code = name, code

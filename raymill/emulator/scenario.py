@@ -136,7 +136,7 @@ def _check_plain_ssh(file: ClusterFile, *, works: bool) -> None:
     if (shown.returncode == 0) != works:
         raise UserError(
             f"`ssh {file.slug}` {'fails' if works else 'still works'}: {shown.stdout}{shown.stderr}. Check "
-            "raymill/aws/ssh_config.py"
+            "raymill/aws/ssh.py"
         )
     if works:
         CONSOLE.print(f"ssh {file.slug} reaches {shown.stdout.strip()}")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raymill.emulator import launch_failures, offerings
+from raymill.emulator import launches
 from raymill.emulator.iam import AwsError, Permission, Principal, is_allowed
 from raymill.instance_types import INSTANCE_TYPES
 
@@ -54,7 +54,7 @@ def respond(service: str, action: str, region: str, parameters: dict[str, Any], 
     if (service, action) == ("iam", "SimulatePrincipalPolicy"):
         return _simulate(parameters, principal)
     if (service, action) == ("ec2", "GetEbsDefaultKmsKeyId"):
-        return DISK_KEY.format(key=launch_failures.disk_key(region, principal.account))
+        return DISK_KEY.format(key=launches.disk_key(region, principal.account))
     stub = STUBS.get((service, action))
     return stub(parameters, region) if stub else None
 
@@ -90,7 +90,7 @@ def _spot_price_history(request: dict[str, str], region: str) -> str:
         for one in types
         if DOLLARS_AN_HOUR.get(one)
         for index, letter in enumerate("abcdef")
-        if f"{region}{letter}" in offerings.zones(region, one, ())
+        if f"{region}{letter}" in launches.zones_with(region, one, ())
     ]
     return SPOT_PRICES.format(items="".join(items))
 

@@ -1,14 +1,19 @@
-"""EC2's limits on request rates: a token bucket for each kind of call, per account and region.
+"""Requests that AWS rejects: too many in a short time, with a wrong clock, or in a region that is not enabled.
 
+EC2 has a token bucket for each kind of call, per account and region.
 https://docs.aws.amazon.com/ec2/latest/devguide/ec2-api-throttling.html
+https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-troubleshooting.html
+https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 """
 
+import datetime
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from raymill.emulator.iam import AwsError
+from raymill.emulator.iam import QUERY_SERVICES, AwsError, unknown_key
 
 
 @dataclass
@@ -56,3 +61,35 @@ class Throttle:
         with self._lock:
             if not self._buckets[kind].take(self._clock()):
                 raise AwsError("RequestLimitExceeded", "Request limit exceeded.")
+
+
+TOLERANCE = datetime.timedelta(minutes=5)
+FORMAT = "%Y%m%dT%H%M%SZ"
+
+
+def check_clock(environ: Mapping[str, Any], service: str, ahead_s: float) -> None:
+    """Raise `AwsError` if the request's date differs from that of AWS, whose clock is `ahead_s` seconds ahead."""
+    if "HTTP_X_AMZ_DATE" not in environ:
+        return
+    date = environ["HTTP_X_AMZ_DATE"]
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ahead_s)
+    late = now - datetime.datetime.strptime(date, FORMAT).replace(tzinfo=datetime.UTC)
+    if abs(late) <= TOLERANCE:
+        return
+    if service == "ec2":
+        raise unknown_key(service)  # it does not tell what is wrong
+    if service == "s3":
+        message = "The difference between the request time and the current time is too large."
+        raise AwsError("RequestTimeTooSkewed", message)
+    if late > TOLERANCE:
+        message = f"Signature expired: {date} is now earlier than {now - TOLERANCE:{FORMAT}} ({now:{FORMAT}} - 5 min.)"
+    else:
+        limit = f"{now + TOLERANCE:{FORMAT}}"
+        message = f"Signature not yet current: {date} is still later than {limit} ({now:{FORMAT}} + 5 min.)"
+    raise AwsError("SignatureDoesNotMatch" if service in QUERY_SERVICES else "InvalidSignature", message)
+
+
+def check_region(service: str, region: str, disabled: Collection[str]) -> None:
+    """Raise `AwsError` if the region is not enabled in the account, and therefore knows none of its credentials."""
+    if region in disabled:
+        raise unknown_key(service)

@@ -1,19 +1,26 @@
-"""Scores a model on all held-out rows, with Ray Data actors that each hold a copy of the model."""
+"""Scores models on all held-out rows with Ray Data actors, and shows and saves their metrics."""
 
+import json
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import ray.data
 import torch
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayTaskError
+from rich.console import Console
+from rich.table import Table
 
 from raymill.errors import UserError
 from raymill.evaluation import scoring
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.options import EvaluateOptions
 from raymill.evaluation.scoring import Metric, Scorer
-from raymill.ray_support import ray_data
+from raymill.ray_support import ray_logging
 from raymill.ray_support.progress import Progress, time_left
+from raymill.training import storage
+from raymill.training.dataset import Manifest
 
 
 def evaluate(
@@ -31,7 +38,7 @@ def evaluate(
         {"first": first, "rows": min(options.batch_rows, rows - first)} for first in range(0, rows, options.batch_rows)
     ]
     describe = EvaluateProgress(candidate.name, rows)
-    with DataContext.current(ray_data.quiet_context()), Progress(describe) as progress:
+    with DataContext.current(ray_logging.quiet_context()), Progress(describe) as progress:
         scores = ray.data.from_items(pieces, override_num_blocks=len(pieces)).map(
             Scorer,
             fn_constructor_args=(candidate, options.data, options.device, options.precision, metrics, progress.report),
@@ -71,3 +78,93 @@ class EvaluateProgress:
         seconds -= self._loaded_after_s
         left = time_left(done, self._rows, seconds)
         return f"{self._model}: {done:,} of {self._rows:,} rows, {done / seconds:,.1f} rows/s, {left}"
+
+
+class EvaluationResult(NamedTuple):
+    """The metrics of one model."""
+
+    model: str
+    loss: float
+    """Mean cross-entropy per trained token, in nats."""
+    perplexity: float
+    exact_match: float
+    """Share of the answers that greedy decoding reproduces token for token, from 0 to 1."""
+    stops: float
+    """Share of a few generated answers that end with a stop token, from 0 to 1."""
+    tokens_per_s: float
+    """Number of tokens that one worker processes per second, including padding."""
+    own: dict[str, float | None]
+    """The user's own metrics, by name. None if there was nothing to measure."""
+
+
+def from_sums(candidate: Candidate, sums: dict[str, float], metrics: Sequence[scoring.Metric] = ()) -> EvaluationResult:
+    """Return the metrics from sums over all held-out rows. `metrics` are the user's own."""
+    loss = sums["loss"] / sums["trained_tokens"]
+    return EvaluationResult(
+        model=candidate.name,
+        loss=loss,
+        perplexity=math.exp(loss),
+        exact_match=sums["exact"] / sums["answers"],
+        stops=sums["stopped"] / max(1, sums["generated"]),
+        tokens_per_s=sums["tokens"] / sums["seconds"],
+        own={name: _own(name, sums) for name in map(scoring.name_of, metrics)},
+    )
+
+
+def _own(name: str, sums: dict[str, float]) -> float | None:
+    total, items = (sums[key] for key in scoring.own_keys(name))
+    return total / items if items else None
+
+
+def print_table(results: list[EvaluationResult], counts: dict[str, float]) -> None:
+    """Print all results, with their differences from the last one."""
+    console = Console(highlight=False, width=120)  # the log of a submitted job has no terminal width
+    console.print(
+        f"held out: {counts['documents']:,} documents with {counts['answers']:,} answers, "
+        f"{counts['trained_tokens']:,} trained tokens; in parentheses: the difference from {results[-1].model}"
+    )
+    console.print(f"stops: share of {counts['generated']:.0f} generated answers that end with a stop token")
+    table = Table(box=None)
+    table.add_column("model", overflow="fold")
+    for column in ("loss", "perplexity", "exact match", "stops", *results[-1].own, "tokens/s per worker"):
+        table.add_column(column, justify="right")
+    for result in results[:-1]:
+        table.add_row(*_cells(result, results[-1]))
+    table.add_row(*_cells(results[-1]))
+    console.print(table)
+
+
+def save(
+    results: list[EvaluationResult], counts: dict[str, float], options: EvaluateOptions, manifest: Manifest
+) -> None:
+    """Write the results to NAME.json in the output folder."""
+    content: dict[str, Any] = {
+        "data": options.data,
+        "content_hash": manifest.content_hash,
+        "precision": options.precision,
+        **{name: counts[name] for name in ("documents", "answers", "trained_tokens")},
+        "models": [result._asdict() for result in results],
+    }
+    file = f"{options.output}/{options.name}.json"
+    storage.write_text(file, json.dumps(content, indent=2) + "\n")
+    print(f"the result is in {file}", flush=True)
+
+
+def _cells(result: EvaluationResult, base: EvaluationResult | None = None) -> list[str]:
+    cells = [f"{result.loss:.4f}", f"{result.perplexity:.2f}", f"{result.exact_match:.1%}", f"{result.stops:.0%}"]
+    if base:
+        differences = [
+            f" ({result.loss - base.loss:+.4f})",
+            f" ({result.perplexity - base.perplexity:+.2f})",
+            f" ({result.exact_match - base.exact_match:+.1%})",
+            f" ({result.stops - base.stops:+.0%})",
+        ]
+        cells = [cell + difference for cell, difference in zip(cells, differences, strict=True)]
+    own = [_own_cell(value, base.own[name] if base else None) for name, value in result.own.items()]
+    return [result.model, *cells, *own, f"{result.tokens_per_s:,.0f}"]
+
+
+def _own_cell(value: float | None, base: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if base is None else f"{value:.4f} ({value - base:+.4f})"

@@ -1,7 +1,9 @@
-"""Scores a model on packed rows by its loss and by how many answers greedy decoding would reproduce exactly."""
+"""Scores a model on packed rows: loss, exact answers of greedy decoding, and how many answers end with a stop token."""
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +14,8 @@ from transformers.utils import logging
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.data.tokenizer import eos_ids, load_tokenizer
 from raymill.errors import UserError
-from raymill.evaluation import stopping
 from raymill.evaluation.candidates import Candidate
+from raymill.model_config import context_length
 from raymill.ray_support import model_cache
 from raymill.training import composite
 from raymill.training.dataset import Batch, PackedRows, trained_tokens
@@ -130,8 +132,8 @@ class Scorer:
         return scored._asdict() | counts | {"seconds": seconds} | sums
 
     def _count_stops(self) -> tuple[int, int]:
-        batch = self._rows.read(0, min(stopping.QUESTIONS, len(self._rows)))
-        return stopping.count_stops(self._model, self._to_device(batch), self._eos_ids)
+        batch = self._rows.read(0, min(QUESTIONS, len(self._rows)))
+        return count_stops(self._model, self._to_device(batch), self._eos_ids)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: column.to(self._device) for name, column in batch.items()}
@@ -146,3 +148,41 @@ def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:
 
         model = PeftModel.from_pretrained(model, model_cache.on_this_node(candidate.adapter))
     return model
+
+
+QUESTIONS = 8
+MAX_TOKENS = 128  # longer answers count as not stopped
+
+
+@torch.no_grad()
+def count_stops(model: PreTrainedModel, batch: Batch, eos_ids: Collection[int]) -> tuple[int, int]:
+    """Return how many answers were generated greedily, and how many of them end in one of `eos_ids`.
+
+    A question is a document up to its first trained token. Only the first QUESTIONS questions of `batch` that leave
+    room for an answer in the model's context are used.
+    """
+    context = context_length(model.config) or sys.maxsize
+    questions = [question for question in _questions(batch) if len(question) < context][:QUESTIONS]
+    stopped = 0
+    for question in questions:
+        answer = model.generate(
+            question[None],
+            attention_mask=torch.ones_like(question[None]),
+            do_sample=False,
+            max_new_tokens=min(MAX_TOKENS, context - len(question)),
+            eos_token_id=sorted(eos_ids),
+            pad_token_id=0,
+        )
+        stopped += int(answer[0, -1]) in eos_ids
+    return len(questions), stopped
+
+
+def _questions(batch: Batch) -> list[torch.Tensor]:
+    found = []
+    for tokens, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
+        for start, stop in pairwise(starts):
+            trained = (labels[start:stop] != NOT_TRAINED).nonzero().flatten()
+            if len(trained) and trained[0] > 0:
+                found.append(tokens[start : start + int(trained[0])])
+    return found

@@ -19,7 +19,7 @@ from raymill.generation.crash_tracker import CrashTracker
 from raymill.generation.options import GenerateOptions
 from raymill.generation.prompts import PromptTokenizer, RemainingRows
 from raymill.printable import printable
-from raymill.ray_support import model_cache, ray_data
+from raymill.ray_support import model_cache, ray_logging
 from raymill.ray_support.progress import Progress, time_left
 from raymill.serving.options import ServeOptions
 from raymill.settings import inv
@@ -55,7 +55,7 @@ def answer_remaining(
     Raises:
         UserError: the input cannot be used, an engine fails or hangs, or the output cannot be written.
     """
-    with DataContext.current(ray_data.quiet_context()):
+    with DataContext.current(ray_logging.quiet_context()):
         try:
             remaining = prompts.find_remaining(source, options.id_column, answered)
             changed = f", {len(remaining.changed):,} have changed since" if remaining.changed else ""

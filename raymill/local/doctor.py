@@ -86,8 +86,8 @@ def _env_file() -> Iterator[Finding]:
 
 def _settings() -> Iterator[Finding]:
     """Load all sections in all their profiles, into the types that the jobs and verbs use."""
-    from raymill.serving.accelerator import check_accelerator
     from raymill.serving.options import ServeOptions
+    from raymill.serving.preflight import check_accelerator
 
     try:
         sections.check()

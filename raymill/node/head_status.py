@@ -7,7 +7,7 @@ import time
 
 from raymill.node import autoscaler_log, disk_use, state
 from raymill.node.autoscaler_log import LOGS, tail
-from raymill.ray_support.private.autoscaler import cluster_status
+from raymill.ray_support.private.core import cluster_status
 
 
 def head_status() -> dict:

@@ -70,8 +70,8 @@ def drain(head: str, notice: str, deadline_s: float) -> bool:
 
 def own_node_id(head: str) -> str:
     """Return Ray's id of this node."""
-    from raymill.ray_support.private import gcs  # importing Ray takes memory, and only this function needs Ray
+    from raymill.ray_support.private import core  # importing Ray takes memory, and only this function needs Ray
 
     with socket.create_connection((head, GCS_PORT)) as connection:
         address = connection.getsockname()[0]
-    return gcs.node_id(f"{head}:{GCS_PORT}", address)
+    return core.node_id(f"{head}:{GCS_PORT}", address)

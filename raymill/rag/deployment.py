@@ -10,7 +10,7 @@ from raymill.errors import UserError
 from raymill.rag import app, index
 from raymill.rag.options import RagOptions
 from raymill.ray_support import capacity, model_cache
-from raymill.serving import canary, http_server, lifecycle
+from raymill.serving import deploy, http_server, routing_state
 from raymill.serving.options import RAG_APP, RAG_PATH, ServeOptions
 from raymill.settings import inv
 
@@ -28,26 +28,26 @@ def check_index(options: RagOptions) -> None:
         )
 
 
-def deploy(options: RagOptions, parts: app.Parts) -> str:
+def deploy_rag(options: RagOptions, parts: app.Parts) -> str:
     """Deploy the application, or update the running one. Return the base URL for OpenAI clients when it is healthy.
 
     Raises:
         UserError: no served model can write the answers, a path or the port cannot be used, or the application fails
             to start.
     """
-    from raymill.rag import cross_encoder  # imported late, because it imports torch
+    from raymill.rag import retrieval  # imported late, because it imports torch
 
     location = settings.resolve(options.index)
     paths = {"index": location}
     if options.reranker:
         paths["reranker"] = model_cache.find(options.reranker)
-        cross_encoder.check(paths["reranker"])
+        retrieval.check(paths["reranker"])
     capacity.refuse_private_paths(paths, options.shared_paths, "rag")
     server = _server(options)
     application = app.build(options, parts, location, http_server.cluster_address(server), server.limits)
     timeout_s = options.start_timeout_s
-    deployment = lifecycle.Deployment("serve_rag", RAG_APP, RAG_APP, server.root, RAG_PATH, timeout_s)
-    lifecycle.deploy(application, deployment)
+    deployment = deploy.Deployment("serve_rag", RAG_APP, RAG_APP, server.root, RAG_PATH, timeout_s)
+    deploy.deploy_app(application, deployment)
     return f"{deployment.url}/v1"
 
 
@@ -72,7 +72,7 @@ def _server(options: RagOptions) -> ServeOptions:
     else:
         http_server.check_address(server)
         http_server.start(server)
-    if options.generator == "model" and canary.ROOT not in ray.get(canary.actor().apps.remote()):
+    if options.generator == "model" and routing_state.ROOT not in ray.get(routing_state.actor().apps.remote()):
         raise UserError(
             f"no served model can write the answers. Run: {inv('submit serve_llm')}, or pass --generator quote"
         )

@@ -19,14 +19,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from raymill.rag.generator import AnswerEnd, Failure, until
 from raymill.rag.index import ScoredChunk
-from raymill.ray_support.private import http_1_0
+from raymill.ray_support.private import http
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import accounting, validation
-from raymill.serving.access_log import AccessLog
+from raymill.serving.accounting import AccessLog
 from raymill.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from raymill.serving.errors import ApiError
 from raymill.serving.keys import ApiKeys
-from raymill.serving.known_models import MAX_NAME_SHOWN
+from raymill.serving.model_router import MAX_NAME_SHOWN
 from raymill.serving.page import ChatPage
 from raymill.serving.rate_limits import RequestLimits
 from raymill.serving.request_queue import QueueMiddleware
@@ -128,7 +128,7 @@ class Ingress:
         self._keys = ApiKeys()
 
     async def __serve_build_asgi_app__(self) -> ChatPage:
-        http_1_0.support()
+        http.support_http_1_0()
         app = FastAPI(title="Answers with sources")
         app.add_api_route(HEALTH_ROUTE, lambda: {"status": "ok"})
         app.add_api_route("/v1/models", self._models)

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from raymill import settings
+from raymill.instance_types import INSTANCE_TYPES
 
 PUBLIC_KEY = re.compile(r"[a-z][\w.@-]+ [A-Za-z0-9+/=]{40,}( [^\n]*)?")
 """The line in a file such as ~/.ssh/id_ed25519.pub: type, key and an optional comment."""
@@ -85,3 +86,24 @@ class CapacitySection(settings.Section):
     """Id of a Capacity Block or an on-demand capacity reservation, as cr-0123456789abcdef0. If empty, there is none."""
     count: int = Field(0, ge=0)
     """Number of reserved instances that the cluster may use. If 0, all of them."""
+
+
+class GpuSection(settings.Section):
+    """[cluster.gpu] of settings.toml. The names are those in raymill/instance_types.py."""
+
+    instance_types: tuple[str, ...] = ()
+    """Types for training, the preferred one first. If empty, that of cluster.yaml."""
+    serve_instance_type: str = ""
+    """Type for `serve_llm` and `generate`. If empty, those for training."""
+
+    @model_validator(mode="after")
+    def _types_are_known(self) -> Self:
+        for name in (*self.instance_types, self.serve_instance_type):
+            if name and name not in INSTANCE_TYPES:
+                raise ValueError(f"{name} is not in raymill/instance_types.py. Use one of: {', '.join(INSTANCE_TYPES)}")
+        return self
+
+
+def load_gpu() -> GpuSection:
+    """Return the section."""
+    return settings.load(GpuSection, "gpu", profile="cluster")

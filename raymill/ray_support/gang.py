@@ -14,8 +14,8 @@ from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from raymill.job_context import JobContext
-from raymill.ray_support.private import gcs
-from raymill.ray_support.private.autoscaler import ClusterStatus, cluster_status
+from raymill.ray_support.private import core
+from raymill.ray_support.private.core import ClusterStatus, cluster_status
 from raymill.ray_support.workers import WorkerOptions
 
 PROGRESS_INTERVAL_S = 30
@@ -148,7 +148,7 @@ def _release(offer: Offer) -> str:
     while (unused := _unused(offer)) and time.time() < deadline:
         released = max(released, len(unused))
         for node_id in filter(None, unused):
-            gcs.drain_idle(address, node_id, "partial gang")
+            core.drain_idle(address, node_id, "partial gang")
         time.sleep(3)
     return f", {released} released" if released else ""
 

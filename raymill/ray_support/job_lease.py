@@ -10,19 +10,19 @@ import ray
 
 from raymill import output_lease
 from raymill.output_lease import Holder, Lease, NoLease
-from raymill.ray_support.private import gcs
+from raymill.ray_support.private import core
 
 
 def hold(location: str, option: str) -> AbstractContextManager[Lease | NoLease]:
     """Hold the lease on a folder for the job of this process. For the arguments and errors, see `output_lease.hold`."""
-    has_ended = functools.partial(gcs.job_has_ended, ray.get_runtime_context().gcs_address)
+    has_ended = functools.partial(core.job_has_ended, ray.get_runtime_context().gcs_address)
     return output_lease.hold(location, option, this_job(), lambda holder: has_ended(holder.job))
 
 
 def this_job() -> Holder:
     """Return the job of this process as the holder of a new lease."""
     context = ray.get_runtime_context()
-    submitted = gcs.submission_id(context.gcs_address, context.get_job_id())
+    submitted = core.submission_id(context.gcs_address, context.get_job_id())
     return Holder(
         cluster=context.get_session_name(),
         job=context.get_job_id(),

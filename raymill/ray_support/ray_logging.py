@@ -1,6 +1,9 @@
-"""Silences Ray Train, so that a job's log holds only the job's own lines."""
+"""Silences Ray Train and Ray Data, because jobs print their own lines and progress."""
 
+import logging
 import os
+
+from ray.data import DataContext
 
 from raymill.ray_support.private import data, train
 
@@ -14,3 +17,18 @@ def driver() -> None:
 def worker() -> None:
     """Silence this worker. Call this in each worker."""
     train.quiet_reports()
+
+
+def quiet_context() -> DataContext:
+    """Return Ray Data's settings without progress bars, and send Ray Data's log only to its file.
+
+    Errors still reach the console as exceptions.
+    """
+    for handler in logging.getLogger("ray.data").handlers:
+        if handler.name == "console":
+            handler.setLevel(logging.CRITICAL)
+    context = DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.raise_original_map_exception = True  # unwrapped, so that the job can explain the exception
+    return context

@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
@@ -20,14 +20,51 @@ from vllm.lora.request import LoRARequest
 from raymill import settings
 from raymill.ray_support import model_cache
 from raymill.ray_support.private_folder import PrivateFolder
-from raymill.serving.adapter_check import AdapterCheck
-from raymill.training import storage
+from raymill.training import storage, weights_check
 
 REFRESH_S = 10
 MARGIN_S = 60  # a request may take this much longer than its timeout to stop
 MAX_PROBLEM = 500  # maximum characters of what is wrong with an adapter
 
+CONFIG = "adapter_config.json"
+IGNORED_BY_VLLM = (
+    "alpha_pattern",
+    "rank_pattern",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+)
+"""Options of peft that change an adapter's output. vLLM loads the adapter without an error, and answers wrongly."""
+
 log = logging.getLogger("ray.serve")
+
+
+class AdapterCheck(NamedTuple):
+    """What the engine expects of an adapter."""
+
+    model: str
+    """Folder, URI or hub id of the base model. Empty: do not compare names and shapes."""
+    max_rank: int
+    dtype: str
+    """Data type to which the engine converts the weights, by its name in torch."""
+
+    def problem(self, folder: Path) -> str:
+        """Return what is wrong with the adapter in a folder, or ""."""
+        try:
+            config: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        except ValueError:
+            config = None
+        if not isinstance(config, dict) or not isinstance(config.get("base_model_name_or_path"), str):
+            return f"{CONFIG} is damaged; train it again"
+        if ignored := [name for name in IGNORED_BY_VLLM if config.get(name)]:
+            return f"vLLM does not support its {ignored[0]}; merge it into the model, and serve that"
+        rank = config.get("r")
+        if isinstance(rank, int) and rank > self.max_rank:
+            return f"its rank {rank} is more than max_lora_rank = {self.max_rank} in [serve]"
+        return weights_check.problem_of_adapter(self.model, folder, self.dtype)
 
 
 class Adapters:
@@ -156,7 +193,7 @@ async def _load(serving: OpenAIServingModels, found: LoRARequest) -> str:
 def _paths_in_use(serving: OpenAIServingModels) -> set[str]:
     """Return the folders of the adapters that the engine's requests use.
 
-    Relies on `output_processor` of vllm.v1.engine.async_llm.AsyncLLM, as `engine_hook` does (vLLM 0.29).
+    Relies on `output_processor` of vllm.v1.engine.async_llm.AsyncLLM, as `follow_sequences` does (vLLM 0.29).
     """
     engine: Any = serving.engine_client
     states = engine.output_processor.request_states.values()

@@ -14,7 +14,7 @@ from raymill.serving.app_call import AppCall, ClientDisconnected
 from raymill.serving.body_checks import inspect
 from raymill.serving.errors import CLOSE, FALLBACK_HEADER, MODEL_NOT_FOUND, ApiError, ResponseSender, always_alive
 from raymill.serving.keys import ApiKeys
-from raymill.serving.known_models import MAX_NAME_SHOWN
+from raymill.serving.model_router import MAX_NAME_SHOWN
 from raymill.serving.rate_limits import RateLimiter, RequestLimits
 
 HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it only tells whether the engine is alive

@@ -32,14 +32,14 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from raymill import settings
 from raymill.ray_support import compile_cache
-from raymill.ray_support.private import engine_metrics, http_1_0
+from raymill.ray_support.private import engine_metrics, http
 from raymill.ray_support.private import serve as private_serve
 from raymill.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
 from raymill.serving import (
+    accounting,
     api_handlers,
     bounded_parsing,
     engine_arguments,
-    engine_hook,
     fair_scheduler,
     grammars,
     hooks,
@@ -49,23 +49,18 @@ from raymill.serving import (
     routing,
     validation,
 )
-from raymill.serving.access_log import AccessLog
-from raymill.serving.accounting import RequestRecord, current
-from raymill.serving.adapter_check import AdapterCheck
-from raymill.serving.adapters import Adapters
+from raymill.serving.accounting import AccessLog, KeyMetrics, MetricsMiddleware, RequestRecord, current
+from raymill.serving.adapters import AdapterCheck, Adapters
 from raymill.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
-from raymill.serving.canary import ROOT, Reporter
 from raymill.serving.errors import ENGINE_RETRY_S, engine_dead, shortened
 from raymill.serving.hooks import Hooks
-from raymill.serving.key_metrics import KeyMetrics
 from raymill.serving.keys import ApiKeys
-from raymill.serving.known_models import KnownModels, unknown_model
-from raymill.serving.metrics_middleware import MetricsMiddleware
-from raymill.serving.model_router import ModelRouter
+from raymill.serving.model_router import KnownModels, ModelRouter, unknown_model
 from raymill.serving.options import ServeOptions
 from raymill.serving.page import ChatPage
 from raymill.serving.rate_limits import RequestLimits
 from raymill.serving.request_queue import NO_RAY_LIMIT, QueueMiddleware
+from raymill.serving.routing_state import ROOT, Reporter
 
 ROUTES = {
     HEALTH_ROUTE,
@@ -241,13 +236,13 @@ class Server(EngineServer):
 
     async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
         """Return vLLM's app behind the middleware, and start the background tasks."""
-        http_1_0.support()
+        http.support_http_1_0()
         restrict(app)
         app.add_api_route("/v1/models", self._list_models)
         app.add_api_route("/v1/models/{model:path}", self._retrieve_model)
         self._serving = app.state.openai_serving_models
         self._engine_client = app.state.engine_client
-        engine_hook.install(self._engine_client, share_prefix_cache=self._share_prefix_cache)
+        accounting.follow_sequences(self._engine_client, share_prefix_cache=self._share_prefix_cache)
         checker = grammars.GrammarChecker(self._engine_client.vllm_config, self._engine_client.get_tokenizer())
         await checker.start()
         grammars.install(self._engine_client, checker)

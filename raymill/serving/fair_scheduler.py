@@ -1,6 +1,7 @@
 """The engine's scheduler, which divides the sequences that run at once fairly among the API keys.
 
-`engine_hook` stores the number of the key in the `priority` of each sequence, which vLLM's default policy ignores.
+`accounting.follow_sequences` stores the number of the key in the `priority` of each sequence. vLLM's default policy
+ignores it.
 """
 
 import time

@@ -43,7 +43,7 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
         "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(2**20),
         # HAProxy passes trailers on, and cannot filter them
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "raymill.ray_support.private.http_protocol.drop_trailers",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "raymill.ray_support.private.http.drop_trailers",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the default of 5 s is too short on a busy machine
     }
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from raymill import settings
 from raymill.instance_types import INSTANCE_TYPES
-from raymill.ray_support import gpu_section
+from raymill.ray_support import aws_sections
 from raymill.serving import engine_arguments, haproxy, vllm_arguments
 from raymill.serving.rate_limits import RequestLimits
 
@@ -167,7 +167,7 @@ class ServeOptions(settings.Section):
     def accelerator_type(self) -> str | None:
         """Type of the GPUs that a replica needs, as Ray names it. None: any type, or no GPU."""
         if self.accelerator == "gpu":
-            name = gpu_section.load().serve_instance_type
+            name = aws_sections.load_gpu().serve_instance_type
             return INSTANCE_TYPES[name].gpu.accelerator if name else None
         return None if self.accelerator == "cpu" else self.accelerator
 

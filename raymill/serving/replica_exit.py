@@ -12,7 +12,7 @@ from collections.abc import Callable
 import ray
 from ray import serve
 
-from raymill.ray_support.private import gcs
+from raymill.ray_support.private import core
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving.errors import CLOSE, ENGINE_RETRY_S, ApiError
 
@@ -57,7 +57,7 @@ async def leave_in_time(end_requests: Callable[[ApiError], None]) -> None:
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            draining = await asyncio.to_thread(gcs.draining_nodes, address)
+            draining = await asyncio.to_thread(core.draining_nodes, address)
             if node not in draining:
                 continue
             if 0 < draining[node] <= time.time() + END_REQUESTS_S:

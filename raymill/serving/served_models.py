@@ -12,7 +12,7 @@ from rich.table import Table
 
 from raymill.errors import UserError
 from raymill.printable import printable
-from raymill.serving import canary, drain, lifecycle
+from raymill.serving import deploy, drain, routing_state
 from raymill.serving.hooks import Hooks
 from raymill.serving.options import CANARY, RAG_APP, ROOT, ServeOptions, app_name
 from raymill.settings import inv
@@ -23,7 +23,7 @@ LATENCIES = ("first_p50_ms", "first_p95_ms", "total_p50_ms", "total_p95_ms")
 def set_canary_percent(percent: float) -> None:
     """Change the canary's share of requests."""
     _canary_options()
-    ray.get(canary.actor().set_canary.remote(percent))
+    ray.get(routing_state.actor().set_canary.remote(percent))
     print(f"the canary gets {percent:g} % of the requests", flush=True)
 
 
@@ -33,7 +33,7 @@ def promote(drain_s: float | None) -> None:
     The canary's running answers get `drain_s` seconds. None: as long as a request may take.
     """
     options = _canary_options()
-    lifecycle.deploy_model(options.model_copy(update={"canary_percent": 0}), Hooks.of_job())
+    deploy.deploy_model(options.model_copy(update={"canary_percent": 0}), Hooks.of_job())
     _stop_canary(options.limits.shutdown_s if drain_s is None else drain_s)
     print(f"{options.model} is now the main model", flush=True)
 
@@ -50,7 +50,7 @@ def end(name: str, drain_s: float) -> None:
     Raises:
         UserError: there is no additional model or application of this name.
     """
-    state = canary.actor()
+    state = routing_state.actor()
     apps = ray.get(state.apps.remote())
     others = [path for path in apps if path not in (ROOT, CANARY)]
     app_names = {apps[path]["models"][0]: app_name(path) for path in others}
@@ -74,7 +74,7 @@ def end_all(drain_s: float) -> None:
 
 def show() -> None:
     """Print the models with their metrics since a canary was last started or removed."""
-    apps: dict[str, dict[str, Any]] = ray.get(canary.actor().apps.remote())
+    apps: dict[str, dict[str, Any]] = ray.get(routing_state.actor().apps.remote())
     table = Table(box=None, pad_edge=False)
     for column in ("model", "path", "share %", "requests", "errors", *(name.replace("_", " ") for name in LATENCIES)):
         table.add_column(column, header_style="dim", justify="left" if column in ("model", "path") else "right")
@@ -86,7 +86,7 @@ def show() -> None:
 
 
 def _canary_options() -> ServeOptions:
-    options = ray.get(canary.actor().canary.remote())
+    options = ray.get(routing_state.actor().canary.remote())
     if not options:
         raise UserError(f"there is no canary. Start one: {inv('submit serve_llm -- --model MODEL --canary-percent 5')}")
     return ServeOptions(**options)
@@ -94,7 +94,7 @@ def _canary_options() -> ServeOptions:
 
 def _stop_canary(drain_s: float) -> None:
     """Stop the canary after the replicas have stopped forwarding requests to it, so that no request is lost."""
-    ray.get(canary.actor().set_canary.remote(0, {}))
-    time.sleep(2 * canary.REPORT_INTERVAL_S)
+    ray.get(routing_state.actor().set_canary.remote(0, {}))
+    time.sleep(2 * routing_state.REPORT_INTERVAL_S)
     drain.stop(app_name(CANARY), "the canary", drain_s)
     print("the canary is stopped", flush=True)

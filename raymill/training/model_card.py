@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection
 from itertools import chain
 
-from raymill.training.data_report import Cells, data_reports
 from raymill.training.history import History
+from raymill.training.report import Cells, data_reports
 
 
 def card(run: History, title: str, license_id: str, *, is_adapter: bool, other_parts: Collection[str] = ()) -> str:

@@ -30,7 +30,7 @@ from raymill.demo import assets as demo_assets
 from raymill.errors import UserError
 from raymill.generation import crash_tracker, generation, tracked_engine, vllm_stage
 from raymill.generation.options import GenerateOptions
-from raymill.ray_support import ray_data
+from raymill.ray_support import ray_logging
 from raymill.serving import app
 from raymill.serving.options import ServeOptions
 
@@ -408,9 +408,9 @@ def test_an_engine_that_hangs_gives_a_one_sentence_error(
     made: KilledRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeout is shorter than an engine's start, so a starting engine counts as hanging."""
-    context = ray_data.quiet_context()
+    context = ray_logging.quiet_context()
     context.execution_no_progress_timeout_s = 5
-    monkeypatch.setattr(ray_data, "quiet_context", lambda: context)
+    monkeypatch.setattr(ray_logging, "quiet_context", lambda: context)
     (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
     asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
     with pytest.raises(UserError, match=r"no row was answered for .* minutes: .* run the same command again"):

@@ -64,11 +64,10 @@ from raymill.instance_types import INSTANCE_TYPES
 from raymill.rag import deployment, generator
 from raymill.rag.index import ScoredChunk
 from raymill.rag.options import RagOptions
-from raymill.ray_support import gpu_section, job_secrets
+from raymill.ray_support import aws_sections, job_secrets
 from raymill.ray_support.private import serve as private_serve
-from raymill.serving import adapters, canary, http_server, lifecycle, page, placement, preflight
-from raymill.serving.access_log import PREFIX
-from raymill.serving.accounting import RequestRecord
+from raymill.serving import adapters, deploy, http_server, page, preflight, routing_state
+from raymill.serving.accounting import PREFIX, RequestRecord
 from raymill.serving.errors import ApiError
 from raymill.serving.hooks import ApiRequest, Hooks
 from raymill.serving.keys import REFRESH_S, ApiKeys
@@ -133,9 +132,9 @@ def served(ray_session: None, model_folder: Path) -> Iterator[ServeOptions]:
     deployed = options(model=str(model_folder), port=port, key_requests_per_minute=100_000)
     job_secrets.load()
     preflight.check_model(deployed)
-    lifecycle.deploy_model(deployed, HOOKS)
+    deploy.deploy_model(deployed, HOOKS)
     yield deployed
-    lifecycle.stop()
+    deploy.stop()
 
 
 @pytest.fixture(scope="module")
@@ -851,7 +850,7 @@ def rag_url(served: ServeOptions, tmp_path_factory: pytest.TempPathFactory) -> I
     changes = {"index": index, "generator": "model", "sources": 1, "prompt_characters": 60}
     with mock.patch.dict(os.environ, PROFILE="local"):
         embed.main(settings.load(EmbedOptions, "embed").model_copy(update=made))
-        yield deployment.deploy(settings.load(RagOptions, "rag").model_copy(update=changes), PARTS)
+        yield deployment.deploy_rag(settings.load(RagOptions, "rag").model_copy(update=changes), PARTS)
     models.main(ModelsOptions(end="rag"))
 
 
@@ -1301,7 +1300,7 @@ def test_the_failure_reason_has_no_traceback() -> None:
         last_deployed_time_s=0,
         deployments={"Server": DeploymentStatusOverview(message=message, **status)},
     )
-    assert lifecycle.failure_reason(app) == "no room"
+    assert deploy.failure_reason(app) == "no room"
 
 
 # ---------------------------------------------------------------- settings
@@ -1357,7 +1356,7 @@ def test_the_settings_about_keys_reach_the_replica() -> None:
 def test_replicas_run_on_the_instance_type_for_serving(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from raymill.serving import app
 
-    monkeypatch.setattr(gpu_section, "load", lambda: gpu_section.GpuSection(serve_instance_type=name))
+    monkeypatch.setattr(aws_sections, "load_gpu", lambda: aws_sections.GpuSection(serve_instance_type=name))
     config = app.llm_config(settings.load(ServeOptions, "serve", profile="cluster"))
     needed = {"GPU": 1, f"accelerator_type:{INSTANCE_TYPES[name].gpu.accelerator}": 0.001}
     assert config.get_engine_config().placement_bundles == [needed]
@@ -1388,8 +1387,8 @@ def test_the_autoscaler_starts_the_machines_that_a_model_needs(instances: int, m
 
     from raymill.serving import app
 
-    section = gpu_section.GpuSection(serve_instance_type="p4d.24xlarge")
-    monkeypatch.setattr(gpu_section, "load", lambda: section)
+    section = aws_sections.GpuSection(serve_instance_type="p4d.24xlarge")
+    monkeypatch.setattr(aws_sections, "load_gpu", lambda: section)
     served = settings.load(ServeOptions, "serve", profile="cluster")
     changes = {"tensor_parallel_size": 8, "pipeline_parallel_size": instances}
     engine = app.llm_config(served.model_copy(update=changes)).get_engine_config()
@@ -1432,8 +1431,8 @@ def test_all_bundles_of_a_replica_are_in_one_zone() -> None:
 
 def test_the_zone_of_a_running_replica_is_known(served: ServeOptions) -> None:
     (node,) = ray.nodes()
-    assert placement._labels_of_replica(served.app) == node["Labels"]
-    assert placement._labels_of_replica("absent") == {}
+    assert preflight._labels_of_replica(served.app) == node["Labels"]
+    assert preflight._labels_of_replica("absent") == {}
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -1555,12 +1554,12 @@ def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothin
             file.write_text(f"{keys}\nSERVE_API_KEYS=broken\n")  # the update fails before the engine's slow start
             failed = r"tiny is not healthy .*: SERVE_API_KEYS is not NAME:KEY.*\. The previous version keeps running"
             with pytest.raises(UserError, match=failed):
-                lifecycle.deploy_model(served.model_copy(update={"max_model_len": 199}), HOOKS)
+                deploy.deploy_model(served.model_copy(update={"max_model_len": 199}), HOOKS)
             assert max_model_len(client) == served.max_model_len
             file.write_text(keys)
             new = served.model_copy(update={"max_model_len": 200, "canary_percent": 50})
-            lifecycle.deploy_model(new.model_copy(update={"model_name": "another name"}), HOOKS)
-            wait_for_answers(canary.ROOT, canary.CANARY)
+            deploy.deploy_model(new.model_copy(update={"model_name": "another name"}), HOOKS)
+            wait_for_answers(routing_state.ROOT, routing_state.CANARY)
             assert max_model_len(client) == served.max_model_len
             models.main(ModelsOptions())
             with mock.patch.multiple(serve_llm, CHECKS=list(HOOKS.checks), LOGGERS=list(HOOKS.loggers)):
@@ -1585,7 +1584,7 @@ def wait_for_answers(*paths: str) -> None:
     """Wait until each of these applications has answered a request."""
     deadline = time.monotonic() + 60
     while True:
-        apps = ray.get(canary.actor().apps.remote())
+        apps = ray.get(routing_state.actor().apps.remote())
         if all(apps.get(path, {}).get("requests", 0) - apps.get(path, {}).get("errors", 0) > 0 for path in paths):
             return
         assert time.monotonic() < deadline, apps
@@ -1602,7 +1601,7 @@ def updated(served: ServeOptions, model_folder: Path) -> ServeOptions:
     """Limit the served model to 200 tokens, and serve its adapters, two in one batch. No adapter exists yet."""
     changes = {"max_model_len": 200, "adapters": str(model_folder.parent.parent), "max_loras": 2}
     options = served.model_copy(update=changes)
-    lifecycle.deploy_model(options, HOOKS)
+    deploy.deploy_model(options, HOOKS)
     return options
 
 

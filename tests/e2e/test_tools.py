@@ -31,7 +31,7 @@ from raymill.data.template_probes import FEATURES
 from raymill.data.template_probes import TOOL as TOOL_PROBE
 from raymill.errors import UserError
 from raymill.ray_support import job_secrets
-from raymill.serving import lifecycle, parsers, preflight, vllm_arguments
+from raymill.serving import deploy, parsers, preflight, vllm_arguments
 from raymill.serving.hooks import Hooks
 from raymill.serving.options import ServeOptions
 
@@ -54,9 +54,9 @@ def served(ray_session: None, assets: Path, tmp_path_factory: pytest.TempPathFac
     deployed = settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
     job_secrets.load()
     preflight.check_model(deployed)
-    lifecycle.deploy_model(deployed, Hooks())
+    deploy.deploy_model(deployed, Hooks())
     yield deployed
-    lifecycle.stop()
+    deploy.stop()
 
 
 @pytest.fixture(scope="module")

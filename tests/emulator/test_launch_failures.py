@@ -12,7 +12,7 @@ from moto.kms.models import kms_backends
 from raymill import settings
 from raymill.aws import stack
 from raymill.emulator import iam, moto_instances
-from raymill.emulator.launch_failures import MANAGED_KEY, LaunchFailures, disk_key
+from raymill.emulator.launches import MANAGED_KEY, LaunchFailures, disk_key
 from raymill.emulator.moto_instances import ACCOUNT, MotoInstance
 
 REGION = "us-east-1"

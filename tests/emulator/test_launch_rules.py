@@ -7,7 +7,7 @@ import pytest
 from moto import mock_aws
 from moto.ec2.models import ec2_backends
 
-from raymill.emulator import iam, launch_rules
+from raymill.emulator import iam, launches
 from raymill.emulator.moto_instances import ACCOUNT
 
 REGION = "us-east-1"
@@ -39,23 +39,23 @@ def second(launch: dict[str, str], **values: str) -> dict[str, str]:
 
 
 def test_one_public_interface_with_efa_is_accepted(launch: dict[str, str]) -> None:
-    launch_rules.check(REGION, launch)
+    launches.check(REGION, launch)
 
 
 def test_private_interfaces_on_all_cards_are_accepted(launch: dict[str, str]) -> None:
-    launch_rules.check(
+    launches.check(
         REGION, second(launch, InterfaceType="efa-only") | {"NetworkInterface.1.AssociatePublicIpAddress": "false"}
     )
 
 
 def test_several_interfaces_get_no_public_address(launch: dict[str, str]) -> None:
     with pytest.raises(iam.AwsError, match="associatePublicIPAddress"):
-        launch_rules.check(REGION, second(launch, InterfaceType="efa-only"))
+        launches.check(REGION, second(launch, InterfaceType="efa-only"))
 
 
 def test_a_type_without_efa(launch: dict[str, str]) -> None:
     with pytest.raises(iam.AwsError, match=r"not supported on m6i\.2xlarge"):
-        launch_rules.check(REGION, launch | {"InstanceType": "m6i.2xlarge"})
+        launches.check(REGION, launch | {"InstanceType": "m6i.2xlarge"})
 
 
 @pytest.mark.parametrize(
@@ -68,24 +68,24 @@ def test_a_type_without_efa(launch: dict[str, str]) -> None:
 )
 def test_invalid_interfaces(launch: dict[str, str], change: dict[str, str]) -> None:
     with pytest.raises(iam.AwsError):
-        launch_rules.check(REGION, launch | change)
+        launches.check(REGION, launch | change)
 
 
 def test_a_group_of_another_vpc(launch: dict[str, str]) -> None:
     ec2 = ec2_backends[ACCOUNT][REGION]
     group = ec2.create_security_group("other", "other", vpc_id=ec2.create_vpc("10.0.0.0/16").id)
     with pytest.raises(iam.AwsError, match="belong to different networks"):
-        launch_rules.check(REGION, launch | {"NetworkInterface.1.SecurityGroupId.1": group.id})
+        launches.check(REGION, launch | {"NetworkInterface.1.SecurityGroupId.1": group.id})
 
 
 def test_an_unknown_placement_group(launch: dict[str, str]) -> None:
     with pytest.raises(iam.AwsError, match="Placement Group 'mine' is unknown"):
-        launch_rules.check(REGION, launch | {"Placement.GroupName": "mine"})
+        launches.check(REGION, launch | {"Placement.GroupName": "mine"})
 
 
 def test_a_parameter_that_is_not_modeled(launch: dict[str, str]) -> None:
     with pytest.raises(iam.AwsError, match=r"does not model BlockDeviceMapping\.1\.Ebs\.Iops"):
-        launch_rules.check(REGION, launch | {"BlockDeviceMapping.1.Ebs.Iops": "16000"})
+        launches.check(REGION, launch | {"BlockDeviceMapping.1.Ebs.Iops": "16000"})
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_a_parameter_that_is_not_modeled(launch: dict[str, str]) -> None:
 def test_the_throughput_of_a_disk(launch: dict[str, str], volume_type: str, throughput: str, *, accepted: bool) -> None:
     disk = {"BlockDeviceMapping.1.Ebs.VolumeType": volume_type, "BlockDeviceMapping.1.Ebs.Throughput": throughput}
     with contextlib.nullcontext() if accepted else pytest.raises(iam.AwsError, match="throughput"):
-        launch_rules.check(REGION, launch | disk)
+        launches.check(REGION, launch | disk)

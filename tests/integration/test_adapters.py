@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from raymill import settings
 from raymill.ray_support.private_folder import PrivateFolder
-from raymill.serving.adapter_check import AdapterCheck
+from raymill.serving.adapters import AdapterCheck
 from raymill.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")

@@ -24,18 +24,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raymill.serving import accounting, hooks, replica_exit
 from raymill.serving import keys as keys_module
-from raymill.serving.access_log import AccessLog
-from raymill.serving.accounting import RequestRecord
+from raymill.serving.accounting import AccessLog, MetricsMiddleware, RequestRecord
 from raymill.serving.api_middleware import MAX_DISCARDED_BODIES, ApiMiddleware
-from raymill.serving.canary import NO_ROUTES, RequestOutcome
 from raymill.serving.errors import ApiError
 from raymill.serving.hooks import ApiRequest
 from raymill.serving.keys import ApiKeys
-from raymill.serving.known_models import KnownModels
-from raymill.serving.metrics_middleware import MetricsMiddleware
-from raymill.serving.model_router import ModelRouter
+from raymill.serving.model_router import KnownModels, ModelRouter
 from raymill.serving.rate_limits import RateLimiter, RequestLimits
 from raymill.serving.request_queue import QueueFull, QueueMiddleware, Slots
+from raymill.serving.routing_state import NO_ROUTES, RequestOutcome
 
 BODY = 1000
 OWNER = {"Authorization": "Bearer the-owner"}

@@ -17,7 +17,7 @@ from ray import autoscaler
 
 from raymill import settings
 from raymill.aws import launcher_file
-from raymill.ray_support import gpu_section
+from raymill.ray_support import aws_sections
 from raymill.ray_support.private import cluster_launcher
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
@@ -56,8 +56,8 @@ def test_a_documented_variant_is_accepted_by_ray_and_ec2(variant: dict[str, Any]
 
 
 def test_ray_and_ec2_accept_the_node_types_of_several_instance_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    section = gpu_section.GpuSection(instance_types=("p5.48xlarge", "g6e.48xlarge"), serve_instance_type="g6e.xlarge")
-    monkeypatch.setattr(gpu_section, "load", lambda: section)
+    section = aws_sections.GpuSection(instance_types=("p5.48xlarge", "g6e.48xlarge"), serve_instance_type="g6e.xlarge")
+    monkeypatch.setattr(aws_sections, "load_gpu", lambda: section)
     content = launcher_file.load().content
     jsonschema.validate(content, SCHEMA)
     cluster_launcher.validate(content)

@@ -17,7 +17,7 @@ from jobs import quantize
 from raymill import settings
 from raymill.data.tokenizer import eos_ids
 from raymill.errors import UserError
-from raymill.evaluation import candidates, scoring, stopping
+from raymill.evaluation import candidates, scoring
 from raymill.evaluation.candidates import Candidate
 from raymill.model_config import context_length
 from raymill.planner import serving
@@ -145,7 +145,7 @@ def test_facts_about_text_are_found(model: Path, packed: Path, family: str, caps
     batch = PackedRows(str(packed), "eval").read(0, 2)
     counts, _ = scoring.score(loaded, batch)
     assert counts.loss > 0
-    questions, stopped = stopping.count_stops(loaded, batch, range(1000))
+    questions, stopped = scoring.count_stops(loaded, batch, range(1000))
     assert stopped == questions > 0
     shape = shape_of(config)
     assert shape.parameters + shape.untrained == loaded.num_parameters()

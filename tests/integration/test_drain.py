@@ -28,9 +28,9 @@ from raymill.errors import UserError
 from raymill.rag import app as rag_app
 from raymill.rag.options import RagOptions
 from raymill.ray_support.private import serve as private_serve
-from raymill.serving import drain, haproxy, lifecycle
+from raymill.serving import deploy, drain, haproxy
+from raymill.serving.deploy import Deployment
 from raymill.serving.hooks import Hooks
-from raymill.serving.lifecycle import Deployment
 from raymill.serving.options import ModelsOptions, ServeOptions
 from raymill.serving.rate_limits import RequestLimits
 
@@ -91,7 +91,7 @@ def address(ray_session: None) -> Iterator[str]:
 def deployed(address: str, name: str, version: int) -> str:
     """Deploy or update an app. Return its URL."""
     deployment = Deployment("serve_llm", name, name, address, f"/{name}", START_S)
-    lifecycle.deploy(app(version), deployment)
+    deploy.deploy_app(app(version), deployment)
     return deployment.url
 
 
@@ -154,12 +154,12 @@ def test_an_update_without_a_spare_replica_says_how_long_requests_may_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waited: list[Deployment] = []
-    monkeypatch.setattr(lifecycle, "is_healthy", lambda url: True)
+    monkeypatch.setattr(deploy, "is_healthy", lambda url: True)
     monkeypatch.setattr(private_serve, "shutdown_timeout_s", lambda app: 615.0)
     monkeypatch.setattr(private_serve, "ongoing_requests", lambda app: 3)
     monkeypatch.setattr(serve, "run_many", lambda *_, **__: None)
-    monkeypatch.setattr(lifecycle, "_wait_until_healthy", lambda deployment, **_: waited.append(deployment))
-    lifecycle.deploy(app(1), Deployment("serve_llm", "llm", "tiny", "http://x", "/", 60, stops_first=True))
+    monkeypatch.setattr(deploy, "_wait_until_healthy", lambda deployment, **_: waited.append(deployment))
+    deploy.deploy_app(app(1), Deployment("serve_llm", "llm", "tiny", "http://x", "/", 60, stops_first=True))
     assert (
         "(3) end before their replica does, within 615 s. Until then, new requests get 503" in capsys.readouterr().out
     )

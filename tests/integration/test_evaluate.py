@@ -24,7 +24,7 @@ from jobs import evaluate
 from raymill import settings
 from raymill.data.tokenization import DOCUMENTS, NOT_TRAINED
 from raymill.errors import UserError
-from raymill.evaluation import candidates, evaluation, stopping
+from raymill.evaluation import candidates, evaluation, scoring
 from raymill.evaluation.options import EvaluateOptions
 from raymill.evaluation.scoring import Score, Scorer
 from raymill.training.dataset import Batch, PackedRows, read_manifest
@@ -138,12 +138,12 @@ def test_answers_that_end_are_counted(speaker: Path, documents: list[Document], 
     rows = PackedRows(str(packed), "eval")
     questions = [tokens[: _answers(labels)[0][0]] for tokens, labels in _first_documents(rows)]
     longest = model.config.max_position_embeddings
-    continued = [_generate(model, tokens, min(stopping.MAX_TOKENS, longest - len(tokens))) for tokens in questions]
+    continued = [_generate(model, tokens, min(scoring.MAX_TOKENS, longest - len(tokens))) for tokens in questions]
     [frequent] = Counter(token for answer in continued for token in set(answer)).most_common(1)
     seldom = next(token for token in range(model.config.vocab_size) if sum(token in a for a in continued) == 1)
     for token in (frequent[0], seldom):
         expected = sum(token in answer for answer in continued)
-        assert stopping.count_stops(model, rows.read(0, len(rows)), [token]) == (stopping.QUESTIONS, expected)
+        assert scoring.count_stops(model, rows.read(0, len(rows)), [token]) == (scoring.QUESTIONS, expected)
 
 
 def _first_documents(rows: PackedRows) -> list[Document]:
@@ -153,7 +153,7 @@ def _first_documents(rows: PackedRows) -> list[Document]:
         columns = [batch[name][row].tolist() for name in ("input_ids", "labels", "position_ids")]
         starts = [*(at for at, position in enumerate(columns[2]) if position == 0), SEQUENCE_LENGTH]
         found += [(columns[0][start:stop], columns[1][start:stop]) for start, stop in pairwise(starts)]
-    return [document for document in found if _answers(document[1])][: stopping.QUESTIONS]
+    return [document for document in found if _answers(document[1])][: scoring.QUESTIONS]
 
 
 def test_the_loss_is_the_same_as_for_single_documents(stranger: Path, documents: list[Document], packed: Path) -> None:

@@ -20,7 +20,7 @@ from dependencies import FILES, OF_JOBS, is_in
 from raymill import job_output, keys, settings, status, submission, usage
 from raymill.clients import chat
 from raymill.console import Console, cell
-from raymill.data import files, preview, splits
+from raymill.data import files, preview
 from raymill.data.files import InputFile, InputFiles
 from raymill.generation import generation
 from raymill.printable import LOG, printable
@@ -193,7 +193,7 @@ def show_other_files(folder: Path) -> None:
 
 
 def show_test_split(folder: Path) -> None:
-    splits.check(source(folder, f"test-{EVIL}.jsonl".replace("/", "")))
+    files.check_splits(source(folder, f"test-{EVIL}.jsonl".replace("/", "")))
 
 
 def show_rows(folder: Path) -> None:
@@ -210,7 +210,7 @@ def show_bad_rows(folder: Path) -> None:
 def show_models(folder: Path) -> None:
     app = {"models": [EVIL], "percent": 100, "requests": 1, "errors": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served_models.canary, "actor", lambda: SimpleNamespace(apps=SimpleNamespace(remote=dict)))
+        patch.setattr(served_models.routing_state, "actor", lambda: SimpleNamespace(apps=SimpleNamespace(remote=dict)))
         patch.setattr(served_models.ray, "get", lambda _: {"/": app})
         served_models.show()
 

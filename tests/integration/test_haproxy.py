@@ -32,7 +32,7 @@ from starlette.routing import Route
 
 from raymill import settings
 from raymill.network import free_ports
-from raymill.ray_support.private import http_1_0
+from raymill.ray_support.private import http
 from raymill.serving import haproxy
 from raymill.serving.options import ServeOptions
 
@@ -326,7 +326,7 @@ def test_a_stream_arrives_in_chunks(proxy: Proxy, replica: Replica) -> None:
 
 def test_a_client_of_http_1_0_gets_a_stream_without_chunk_sizes(proxy: Proxy, replica: Replica) -> None:
     """nginx asks with HTTP/1.0 by default. The answer ends with the connection, also if the client wants to keep it."""
-    http_1_0.support()
+    http.support_http_1_0()
     replica.resume.set()
     for connection in (b"Connection: close", b"Connection: keep-alive", b"X-Mine: nothing"):
         seconds, answer = proxy.send_raw(b"GET /app/stream HTTP/1.0", connection, b"", b"")

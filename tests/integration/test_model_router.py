@@ -18,14 +18,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from raymill.serving import accounting, canary
-from raymill.serving.accounting import RequestRecord
+from raymill.serving import accounting, routing_state
+from raymill.serving.accounting import CLIENT_CLOSED_REQUEST, MetricsMiddleware, RequestRecord
 from raymill.serving.api_middleware import ApiMiddleware
-from raymill.serving.canary import CANARY, NO_ROUTES, ROOT, RequestOutcome, Routes, RoutingState
 from raymill.serving.keys import ApiKeys
-from raymill.serving.metrics_middleware import CLIENT_CLOSED_REQUEST, MetricsMiddleware
 from raymill.serving.model_router import ModelRouter
 from raymill.serving.rate_limits import RequestLimits
+from raymill.serving.routing_state import CANARY, NO_ROUTES, ROOT, RequestOutcome, Routes, RoutingState
 
 CHUNKS, DELAY_S = 40, 0.05
 UNREACHABLE = "http://127.0.0.1:9"
@@ -402,11 +401,11 @@ def test_an_app_without_replicas_stays_until_serve_deletes_it(monkeypatch: pytes
         state.report(path, [model], [])
     state.set_canary(10, {"model": "new"})
     now = time.monotonic()
-    monkeypatch.setattr(canary.time, "monotonic", lambda: now + 3600)
+    monkeypatch.setattr(routing_state.time, "monotonic", lambda: now + 3600)
     assert state.report(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
     assert state.apps()[ROOT]["models"] == ["own"]
     apps.remove("llm-models-sql")
-    monkeypatch.setattr(canary.time, "monotonic", lambda: now + 3600 + canary.REPORT_INTERVAL_S)
+    monkeypatch.setattr(routing_state.time, "monotonic", lambda: now + 3600 + routing_state.REPORT_INTERVAL_S)
     assert state.report(ROOT, ["own"], []) == Routes({}, CANARY, 10)
     assert set(state.apps()) == {ROOT, CANARY}
 

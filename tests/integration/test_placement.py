@@ -11,7 +11,7 @@ from raymill import settings
 from raymill.errors import UserError
 from raymill.ray_support import gang
 from raymill.ray_support.private import serve as private_serve
-from raymill.serving import placement
+from raymill.serving import preflight
 from raymill.serving.options import ServeOptions
 
 NODES = [
@@ -48,7 +48,7 @@ def find_zone(machines: int, **changes: object) -> dict[str, str] | None:
     """Find a zone for replicas that need all GPUs of this many machines."""
     sizes = {"tensor_parallel_size": 8, "pipeline_parallel_size": machines}
     options = settings.load(ServeOptions, "serve", profile="cluster").model_copy(update=sizes | changes)
-    return placement.find_zone(options)
+    return preflight.find_zone(options)
 
 
 def test_a_replica_on_one_machine_may_be_in_any_zone(reserved: Reserved) -> None:

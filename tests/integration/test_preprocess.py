@@ -31,7 +31,7 @@ from raymill.errors import UserError
 from raymill.ray_support.capacity import refuse_private_paths
 from raymill.ray_support.private.data import ShuffleDiskError
 from raymill.ray_support.progress import time_left
-from raymill.training import data_report
+from raymill.training import report
 from raymill.training.history import History
 
 GOOD = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]}
@@ -263,9 +263,9 @@ def test_each_row_is_used_as_often_as_the_weight_says(assets: Path, tmp_path: Pa
     assert sum(one["tokens"] for one in recorded.values()) == sum(
         manifest(tmp_path)[part]["tokens"] for part in ("train", "eval")
     )
-    [report] = data_report.data_reports([History("run", {}, [], [], manifest(tmp_path))])
-    assert [cells["weight"] for cells in report.inputs] == ["1", "0.5", "2.25"]
-    assert [cells["documents"] for cells in report.inputs] == [f"{sum(row):,}" for row in used.values()]
+    [made] = report.data_reports([History("run", {}, [], [], manifest(tmp_path))])
+    assert [cells["weight"] for cells in made.inputs] == ["1", "0.5", "2.25"]
+    assert [cells["documents"] for cells in made.inputs] == [f"{sum(row):,}" for row in used.values()]
     held_out = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "eval", assets)]
     trained = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "train", assets)]
     assert not set(held_out) & set(trained), "all copies of a row must be in the same part"

@@ -27,20 +27,16 @@ from raymill import settings
 from raymill.aws.source_hash import imports
 from raymill.node import watchdog_head, watchdog_worker
 from raymill.ray_support.private import (
-    autoscaler,
     cluster_launcher,
     core,
     data,
     data_llm,
-    gcs,
-    http_protocol,
+    http,
     job_sdk,
-    key_value,
     serve,
     serve_llm,
     serve_router,
     train,
-    tune,
 )
 from raymill.serving import haproxy
 from raymill.serving.rate_limits import RequestLimits
@@ -166,20 +162,20 @@ def test_core() -> None:
 
 def test_gcs(gcs_address: str) -> None:
     address = ray.util.get_node_ip_address()
-    assert gcs.node_id(gcs_address, address) == ray.get_runtime_context().get_node_id()
-    assert gcs.DrainNodeReason.Name(1) == "DRAIN_NODE_REASON_IDLE_TERMINATION"
-    assert callable(gcs.GcsClient(address=gcs_address).drain_node)
+    assert core.node_id(gcs_address, address) == ray.get_runtime_context().get_node_id()
+    assert core.DrainNodeReason.Name(1) == "DRAIN_NODE_REASON_IDLE_TERMINATION"
+    assert callable(core.GcsClient(address=gcs_address).drain_node)
     own = ray.get_runtime_context().get_job_id()
-    assert gcs.submission_id(gcs_address, own) == ""  # tests/e2e/test_local_target.py submits jobs
-    assert not gcs.job_has_ended(gcs_address, own)
-    assert gcs.job_has_ended(gcs_address, "77000000")
-    assert gcs.draining_nodes(gcs_address) == {}  # test_replica_exit.py drains nodes
+    assert core.submission_id(gcs_address, own) == ""  # tests/e2e/test_local_target.py submits jobs
+    assert not core.job_has_ended(gcs_address, own)
+    assert core.job_has_ended(gcs_address, "77000000")
+    assert core.draining_nodes(gcs_address) == {}  # test_replica_exit.py drains nodes
 
 
 def test_autoscaler(gcs_address: str) -> None:
     from ray.autoscaler.v2.schema import LaunchRequest
 
-    status = autoscaler.cluster_status(gcs_address)
+    status = core.cluster_status(gcs_address)
     assert {"active_nodes", "idle_nodes", "pending_nodes", "pending_launches", "failed_launches"} <= vars(status).keys()
     (node,) = [*status.active_nodes, *status.idle_nodes]
     assert node.node_id == ray.get_runtime_context().get_node_id()
@@ -212,10 +208,10 @@ def test_cluster_launcher() -> None:
 
 @pytest.mark.usefixtures("ray_session")
 def test_key_value() -> None:
-    assert key_value.get("absent", "tests") is None
+    assert core.get_value("absent", "tests") is None
     for value in ("first", "second"):
-        key_value.put("key", value, "tests")
-        assert key_value.get("key", "tests") == value.encode()
+        core.put_value("key", value, "tests")
+        assert core.get_value("key", "tests") == value.encode()
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -256,7 +252,7 @@ def test_http_protocol() -> None:
     from ray.serve._private import proxy, replica
     from uvicorn import config
 
-    assert config.HTTP_PROTOCOLS["auto"] == f"{http_protocol.auto.__name__}:AutoHTTPProtocol"
+    assert config.HTTP_PROTOCOLS["auto"] == f"{http.auto.__name__}:AutoHTTPProtocol"
     for server in (proxy, replica):
         assert "configure_http_middlewares(" in inspect.getsource(server)
 
@@ -387,7 +383,7 @@ def test_train() -> None:
 
 
 def test_tune() -> None:
-    assert not tune.is_in_trial()
+    assert not train.is_in_trial()
 
 
 def test_job_sdk() -> None:

@@ -39,15 +39,15 @@ from raymill.demo import assets as demo_assets
 from raymill.errors import UserError
 from raymill.rag import deployment, documents, embedding, index, pipeline, problems, ranking
 from raymill.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
-from raymill.rag.cross_encoder import CrossEncoder
 from raymill.rag.embedder import Embedder, EmbeddingModelInfo
 from raymill.rag.generator import AnswerEnd, AnswerPart, Generator
 from raymill.rag.index import ScoredChunk
 from raymill.rag.ingress import NO_ANSWER
 from raymill.rag.options import EvaluateRagOptions, RagOptions, Replicas
 from raymill.rag.pipeline import EmbeddingWorker
+from raymill.rag.retrieval import CrossEncoder
 from raymill.ray_support import job_secrets
-from raymill.serving import canary, http_server
+from raymill.serving import http_server, routing_state
 from raymill.serving.options import RAG_APP, ModelsOptions, ServeOptions
 from raymill.serving.page import HTML, POLICY
 
@@ -587,7 +587,7 @@ def client(embedded: EmbedOptions) -> Iterator[openai.OpenAI]:
         port = free.getsockname()[1]
     job_secrets.load()
     http_server.start(settings.load(ServeOptions, "serve").model_copy(update={"port": port}))
-    url = deployment.deploy(rag_options(embedded), PARTS)
+    url = deployment.deploy_rag(rag_options(embedded), PARTS)
     yield openai.OpenAI(base_url=url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=60)
     serve.shutdown()
 
@@ -730,12 +730,16 @@ def test_a_served_model_answers_and_deployments_scale_independently(
     client: openai.OpenAI, embedded: EmbedOptions
 ) -> None:
     with pytest.raises(UserError, match="no served model can write the answers"):
-        deployment.deploy(rag_options(embedded, generator="model"), PARTS)
-    serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=canary.app_name(canary.ROOT), route_prefix="/")
-    ray.get(canary.actor().report.remote(canary.ROOT, ["stub"], []))
+        deployment.deploy_rag(rag_options(embedded, generator="model"), PARTS)
+    serve.run(
+        serve.deployment(serve.ingress()(stub())).bind(),
+        name=routing_state.app_name(routing_state.ROOT),
+        route_prefix="/",
+    )
+    ray.get(routing_state.actor().report.remote(routing_state.ROOT, ["stub"], []))
     two = Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
     own = PARTS._replace(generator=Louder)
-    deployment.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two), own)
+    deployment.deploy_rag(rag_options(embedded, generator="model", prompt_characters=200, answerer=two), own)
     running = serve.status().applications[RAG_APP].deployments
     counts = {name: each.replica_states["RUNNING"] for name, each in running.items()}
     assert counts == {"Retriever": 1, "Reranker": 1, "Generator": 2, "Ingress": 1}
@@ -751,7 +755,7 @@ def test_a_served_model_answers_and_deployments_scale_independently(
     for stream in (False, True):
         disconnect(client, "What does ENOENT mean, endless", stream=stream)
     assert ask(client, UNRELATED[0]) == (NO_ANSWER, [])  # the model is not asked
-    serve.delete(canary.app_name(canary.ROOT))
+    serve.delete(routing_state.app_name(routing_state.ROOT))
     with pytest.raises(openai.InternalServerError, match=r"cannot reach the model .* run inv submit serve_llm"):
         ask(client, "What does ENOENT mean?")
     models.main(ModelsOptions(end="rag"))

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from raymill import settings
 from raymill.network import free_ports
 from raymill.node import watchdog_worker
-from raymill.ray_support.private import gcs
+from raymill.ray_support.private import core
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import haproxy, replica_exit
 from raymill.serving.api_middleware import ApiMiddleware
@@ -53,7 +53,7 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(replica_exit, "ray", SimpleNamespace(get_runtime_context=lambda: context))
     replica = SimpleNamespace(app_name="llm")
     monkeypatch.setattr(replica_exit, "serve", SimpleNamespace(get_replica_context=lambda: replica))
-    monkeypatch.setattr(gcs, "draining_nodes", lambda address: dict(nodes))
+    monkeypatch.setattr(core, "draining_nodes", lambda address: dict(nodes))
     monkeypatch.setattr(private_serve, "nodes_of_running_replicas", lambda app: {"own", "other"})
     monkeypatch.setattr(replica_exit, "POLL_S", 0.01)
     return nodes
@@ -62,7 +62,7 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def left(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> tuple[int, list[ApiError]]:
     """Return how often a replica stopped listening, and with which errors it ended its requests, after a change."""
     stopped, ended, polls = list[float](), list[ApiError](), list[float]()
-    read = gcs.draining_nodes
+    read = core.draining_nodes
 
     def counted(address: str) -> dict[str, float]:
         polls.append(time.monotonic())
@@ -87,7 +87,7 @@ def left(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> tuple[i
         await wait_for_polls(len(polls) + 5)
         leaving.cancel()
 
-    monkeypatch.setattr(gcs, "draining_nodes", counted)
+    monkeypatch.setattr(core, "draining_nodes", counted)
     monkeypatch.setattr(replica_exit, "stop_listening", stop_listening)
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     return len(stopped), ended
@@ -126,7 +126,7 @@ def test_a_control_store_that_does_not_answer_is_asked_again(
             raise error
         return dict(draining)
 
-    monkeypatch.setattr(gcs, "draining_nodes", read)
+    monkeypatch.setattr(core, "draining_nodes", read)
     assert left(monkeypatch, lambda: draining.update(own=0.0)) == (1, [])
 
 

@@ -17,7 +17,7 @@ from raymill import settings
 from raymill.aws.target import Aws
 from raymill.common import bucket, cluster_file, prices
 from raymill.errors import UserError
-from raymill.training import data_report, history, preflight, report, storage, trainer
+from raymill.training import history, preflight, report, storage, trainer
 from raymill.training.ddp import DDP
 from raymill.training.metric_logger import MetricLogger
 from raymill.training.options import DDPOptions
@@ -203,8 +203,8 @@ def test_the_page_has_what_preprocess_counted(tmp_path: Path) -> None:
     assert "faq.jsonl 2.5 1,500 760 40.0% 100.0%" in text
     assert "240 3.0% an empty <b>turn</b> 80 1.0% a duplicate" in text
     old = {"content_hash": "0" * 64, "rows_read": 1}  # from an earlier version of this project, which wrote fewer keys
-    assert data_report.data_reports([history.History("old", {}, [], [], old)]) == []
-    [bars] = data_report.lengths(data_report.data_reports(history.read_all(str(tmp_path), []))).to_dict()["data"]
+    assert report.data_reports([history.History("old", {}, [], [], old)]) == []
+    [bars] = report.lengths(report.data_reports(history.read_all(str(tmp_path), []))).to_dict()["data"]
     assert (list(bars["x"]), list(bars["y"])) == (["≤ 16", "≤ 32"], [0.25, 0.75])
 
 

@@ -11,7 +11,7 @@ from raymill.common import cluster_file
 
 WATCHDOG = "raymill/node/watchdog_head.py"
 IMPORTED = ["raymill/node/spending.py", "raymill/common/prices.py", "raymill/settings.py", "raymill/instance_types.py"]
-IN_A_FUNCTION = "raymill/ray_support/private/gcs.py"
+IN_A_FUNCTION = "raymill/ray_support/private/core.py"
 ELSEWHERE = ["raymill/training/trainer.py", "raymill/aws/target.py", "raymill/planner/plan.py", "tasks.py"]
 
 

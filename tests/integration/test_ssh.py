@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from raymill import settings
-from raymill.aws import authorized_keys, ssh, ssh_config
+from raymill.aws import ssh
 from raymill.aws.ssh import SshHead
 from raymill.common import cluster_file, instances
 from raymill.errors import UserError
@@ -63,12 +63,12 @@ def test_the_keys_of_other_people_come_and_go(tmp_path: Path, monkeypatch: pytes
     keys = tmp_path / ".ssh" / "authorized_keys"
     keys.write_text("ssh-ed25519 AAAAowner the cluster's own\n")
     head = LocalHead("i-0a1", "198.51.100.7", "ubuntu", None)
-    authorized_keys.install(head, ["ssh-ed25519 AAAAada ada's laptop", "ssh-rsa AAAAbob"])
+    ssh.add_authorized_keys(head, ["ssh-ed25519 AAAAada ada's laptop", "ssh-rsa AAAAbob"])
     assert [line.split()[1] for line in keys.read_text().splitlines()] == ["AAAAowner", "AAAAada", "AAAAbob"]
     assert keys.stat().st_mode & 0o077 == 0
-    authorized_keys.install(head, ["ssh-rsa AAAAbob"])
+    ssh.add_authorized_keys(head, ["ssh-rsa AAAAbob"])
     assert [line.split()[1] for line in keys.read_text().splitlines()] == ["AAAAowner", "AAAAbob"]
-    authorized_keys.install(head, [])
+    ssh.add_authorized_keys(head, [])
     assert keys.read_text() == "ssh-ed25519 AAAAowner the cluster's own\n"
 
 
@@ -120,7 +120,7 @@ Host *.example.com my-llm-old
 def ssh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "a b é" / ".ssh"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(ssh_config, "_folder", lambda: folder)
+    monkeypatch.setattr(ssh, "_folder", lambda: folder)
     return folder
 
 
@@ -132,7 +132,7 @@ def test_ssh_itself_finds_the_head_by_name(ssh_folder: Path, monkeypatch: pytest
     config.chmod(0o640)
     for address in ("198.51.100.7", "198.51.100.8"):  # the second replaces the first
         head = SshHead("i-0a1", address, "ubuntu", key, 'sh -c "aws ssm start-session --target %h"')
-        assert ssh_config.write(head, "my-llm").stat().st_mode & 0o077 == 0
+        assert ssh.write_config(head, "my-llm").stat().st_mode & 0o077 == 0
     shown = subprocess.run(["ssh", "-F", config, "-G", "my-llm"], check=True, capture_output=True, text=True).stdout
     options = dict(line.split(" ", 1) for line in shown.splitlines() if " " in line)
     assert (
@@ -146,19 +146,19 @@ def test_ssh_itself_finds_the_head_by_name(ssh_folder: Path, monkeypatch: pytest
     assert "user ada" in other.stdout.splitlines()
     assert "hostkeyalias" not in other.stdout
 
-    ssh_config.remove("my-llm")
+    ssh.remove_config("my-llm")
     assert config.read_text() == OWN_CONFIG
     assert sorted(path.name for path in ssh_folder.iterdir()) == ["config", key.name]
 
 
 def test_without_an_entry_nothing_is_removed(ssh_folder: Path) -> None:
-    ssh_config.remove("my-llm")
+    ssh.remove_config("my-llm")
     assert list(ssh_folder.iterdir()) == []
     dotfiles = ssh_folder.parent / "dotfiles"
     dotfiles.write_text(OWN_CONFIG)
     (ssh_folder / "config").symlink_to(dotfiles)
-    ssh_config.remove("my-llm")
-    ssh_config.write(SshHead("i-0a1", "198.51.100.7", "ubuntu", None), "my-llm")
-    ssh_config.remove("my-llm")
+    ssh.remove_config("my-llm")
+    ssh.write_config(SshHead("i-0a1", "198.51.100.7", "ubuntu", None), "my-llm")
+    ssh.remove_config("my-llm")
     assert (ssh_folder / "config").is_symlink()
     assert dotfiles.read_text() == OWN_CONFIG

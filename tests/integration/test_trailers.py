@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http import auto
 
 from raymill.network import free_ports
-from raymill.ray_support.private import http_protocol
+from raymill.ray_support.private import http
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import haproxy
 from raymill.serving.api_middleware import ApiMiddleware
@@ -73,7 +73,7 @@ def run_uvicorn(app: ASGIApp) -> Iterator[int]:
     """Start a uvicorn server as Serve starts its servers, and return its port."""
     [port] = free_ports(1)
     original = auto.AutoHTTPProtocol
-    http_protocol.drop_trailers()
+    http.drop_trailers()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -21,9 +21,8 @@ from raymill.errors import UserError
 from raymill.local import state
 from raymill.local.target import Local
 from raymill.node import log_shipping
-from raymill.serving import access_log, accounting, engine_hook
-from raymill.serving.access_log import AccessLog
-from raymill.serving.accounting import RequestRecord
+from raymill.serving import accounting
+from raymill.serving.accounting import AccessLog, RequestRecord
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -61,16 +60,16 @@ def test_a_line_has_what_is_billed_and_nothing_else(tmp_path: Path) -> None:
 
 def test_files_have_a_maximum_size_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(f"{number:03}" for number in range(100))
-    monkeypatch.setattr(access_log.time, "strftime", lambda form: next(names))
-    monkeypatch.setattr(access_log, "MAX_FILE_BYTES", 1000)
-    monkeypatch.setattr(access_log, "MAX_FILES", 3)
+    monkeypatch.setattr(accounting.time, "strftime", lambda form: next(names))
+    monkeypatch.setattr(accounting, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(accounting, "MAX_FILES", 3)
     log = AccessLog(tmp_path)
     for _ in range(50):
         log.write(record(model="x" * 10_000))
     files = sorted(tmp_path.iterdir())
     assert len(files) == 3
     assert all(file.stat().st_size < 1500 for file in files)
-    assert files[0].name > f"{access_log.PREFIX}008"
+    assert files[0].name > f"{accounting.PREFIX}008"
 
 
 def test_a_log_that_cannot_be_written_stops_no_request(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_each_key_has_its_own_salt_unless_keys_share_the_prefix_cache(share: boo
     """test_serve.py tests the effect in the engine."""
     processor = SimpleNamespace(request_states={})
     processor.add_request = lambda request: processor.request_states.update({request.request_id: request})
-    engine_hook.install(SimpleNamespace(output_processor=processor), share_prefix_cache=share)
+    accounting.follow_sequences(SimpleNamespace(output_processor=processor), share_prefix_cache=share)
     salts, priorities = [], []
     for number, (key, own) in enumerate(
         [("alice", None), ("bob", None), ("alice", None), ("alice", "x"), ("bob", "x")]
@@ -154,7 +153,7 @@ def test_a_period_that_cannot_be_read_gets_one_sentence(days: int, since: str, s
 def test_the_local_target_reads_the_files_of_the_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "ACCESS_LOGS", tmp_path)
     for name, days in (("old", 9), ("new", 1)):
-        file = tmp_path / f"{access_log.PREFIX}{name}.log"
+        file = tmp_path / f"{accounting.PREFIX}{name}.log"
         file.write_text(name)
         at = NOW.timestamp() - days * 24 * 3600
         os.utime(file, (at, at))

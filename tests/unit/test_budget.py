@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raymill import settings
-from raymill.aws import budget
+from raymill.aws import stack_sections
 from raymill.errors import UserError
 
 
@@ -13,11 +13,11 @@ def parameters(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> dict
     file = folder / "settings.toml"
     file.write_text(text)
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": file})
-    return budget.stack_parameters()
+    return stack_sections.budget_parameters()
 
 
 def test_there_is_no_budget_unless_the_settings_have_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert budget.stack_parameters() == {}
+    assert stack_sections.budget_parameters() == {}
     assert parameters(monkeypatch, tmp_path, "") == {}
 
 

@@ -12,7 +12,7 @@ from raymill.common import cluster_file, gpu_types, prices
 from raymill.common.cluster_file import ClusterFile
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
-from raymill.ray_support import gpu_section
+from raymill.ray_support import aws_sections
 
 OWN = gpu_types.in_cluster_yaml(cluster_file.load())
 ZONES = [f"{cluster_file.load().region}{letter}" for letter in "abd"]
@@ -25,7 +25,7 @@ Use = Callable[..., ClusterFile]
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     def use(**section: Any) -> ClusterFile:
-        monkeypatch.setattr(gpu_section, "load", lambda: gpu_section.GpuSection(**section))
+        monkeypatch.setattr(aws_sections, "load_gpu", lambda: aws_sections.GpuSection(**section))
         return launcher_file.load()
 
     return use
@@ -83,7 +83,7 @@ def test_serving_has_its_own_nodes_which_training_never_uses(use: Use) -> None:
 
 def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(ValueError, match=r"p9\.48xlarge is not in raymill/instance_types\.py\. Use one of: p4d"):
-        gpu_section.GpuSection(instance_types=("p9.48xlarge",))
+        aws_sections.GpuSection(instance_types=("p9.48xlarge",))
     with pytest.raises(UserError, match=r"p9\.48xlarge, an InstanceType in cluster/cluster\.yaml, is not in"):
         gpu_types.find("p9.48xlarge")
 

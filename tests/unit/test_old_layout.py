@@ -22,6 +22,8 @@ IMPORTS = {
     "from pipeline.data import rows": "imports pipeline.data, which is now raymill.data",
     "    from cluster.chat import chat": "imports cluster.chat, which is now raymill.clients.chat",
     "from pipeline import state_files": "imports pipeline, which is now raymill",
+    "from pipeline.serving import canary, keys": "which is now raymill.serving, with canary in raymill.serving.r",
+    "from pipeline.training.strategies import DDP": "which is now raymill.training.strategy",
     "from pipeline.ray_support import cli": "imports cli, which is gone: make a Job and end with JOB.run(main), as ",
     "from raymill.ray_support import capacity, cli": "line 1 imports cli, which is gone: make a Job",
     "import pipeline.ray_support.cli as cli": "line 1 imports cli, which is gone: make a Job",
@@ -74,3 +76,8 @@ def test_each_verb_prints_the_notes(
         "note: tasks.py line 1 imports settings, which is now raymill.settings\n"
         "note: you will see these notes until you have made these changes. Then run: inv test\n"
     )
+
+
+def test_every_renamed_module_exists() -> None:
+    for name in old_layout.RENAMED.values():
+        assert (settings.PROJECT / f"{name.replace('.', '/')}.py").is_file(), name

@@ -41,7 +41,7 @@ from raymill.planner import estimate, memory, plan, report, serving
 from raymill.planner.estimate import ModelPlan
 from raymill.planner.memory import GATHER_WITHIN_INSTANCES, METHODS, Method, Training
 from raymill.planner.shape import LORA_RANK, Shape, shape_of
-from raymill.ray_support import gpu_section
+from raymill.ray_support import aws_sections
 from raymill.serving.options import ServeOptions
 from raymill.training import chunked_loss, deepspeed_zero
 from raymill.training.dataset import Batch
@@ -561,7 +561,7 @@ def test_the_shipped_settings_are_those_of_the_plan() -> None:
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
     serving = settings.load(ServeOptions, "serve", profile="cluster").model_dump()
     assert made.job == "finetune_deepspeed"
-    shipped = {"cluster.serve": serving, "cluster.gpu": gpu_section.load().model_dump()}
+    shipped = {"cluster.serve": serving, "cluster.gpu": aws_sections.load_gpu().model_dump()}
     for section, values in made.settings.items():
         assert {key: shipped.get(section, options)[key] for key in values} == values
 

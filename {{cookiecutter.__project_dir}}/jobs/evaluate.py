@@ -7,7 +7,7 @@ JOB = Job(EvaluateOptions, "evaluate")  # reads the options, before the slow imp
 
 from raymill import settings
 from raymill.errors import UserError
-from raymill.evaluation import candidates, evaluation, results
+from raymill.evaluation import candidates, evaluation
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.scoring import Metric
 from raymill.ray_support import capacity
@@ -29,9 +29,9 @@ def main(options: EvaluateOptions) -> None:
     connect()
     _check_cluster(options, found)
     sums = [evaluation.evaluate(candidate, options, rows, METRICS) for candidate in found]
-    measured = [results.from_sums(candidate, totals, METRICS) for candidate, totals in zip(found, sums, strict=True)]
-    results.print_table(measured, sums[0])
-    results.save(measured, sums[0], options, manifest)
+    measured = [evaluation.from_sums(candidate, totals, METRICS) for candidate, totals in zip(found, sums, strict=True)]
+    evaluation.print_table(measured, sums[0])
+    evaluation.save(measured, sums[0], options, manifest)
 
 
 def _check_cluster(options: EvaluateOptions, found: list[Candidate]) -> None:

@@ -11,7 +11,7 @@ JOB = Job(ServeOptions, "serve")  # reads the options, before the slow imports b
 
 import os
 
-from raymill.serving import lifecycle, preflight
+from raymill.serving import deploy, preflight
 from raymill.serving.hooks import Check, Hooks, Logger
 from raymill.settings import inv
 
@@ -24,10 +24,10 @@ def main(options: ServeOptions) -> None:
     preflight.check_api_key()
     preflight.check_model(options)
     connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
-    lifecycle.deploy_model(options, Hooks(tuple(CHECKS), tuple(LOGGERS)))
+    deploy.deploy_model(options, Hooks(tuple(CHECKS), tuple(LOGGERS)))
     print(f"{options.served_name} is served at {options.url}\nnext: {inv('chat')}", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":
-        lifecycle.wait_for_interrupt()
+        deploy.wait_for_interrupt()
 
 
 JOB.run(main)

@@ -14,7 +14,7 @@ from raymill.rag import deployment
 from raymill.rag.app import Parts
 from raymill.rag.generator import Generator
 from raymill.rag.retrieval import Reranker, Retriever
-from raymill.serving import lifecycle, preflight
+from raymill.serving import deploy, preflight
 from raymill.serving.options import RAG_APP
 
 PARTS = Parts(Retriever, Reranker, Generator)  # you can replace each by a class of your own: docs/rag.md
@@ -25,11 +25,11 @@ def main(options: RagOptions) -> None:
     preflight.check_api_key()
     deployment.check_index(options)
     connect(log_to_driver=False)
-    url = deployment.deploy(options, PARTS)
+    url = deployment.deploy_rag(options, PARTS)
     print(f"answers from {options.index} are served at {url}, for any OpenAI client", flush=True)
     print(f"web page: {url.removesuffix('v1')}", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":
-        lifecycle.wait_for_interrupt(RAG_APP)
+        deploy.wait_for_interrupt(RAG_APP)
 
 
 JOB.run(main)

@@ -16,7 +16,7 @@ from raymill.common.cluster_file import ClusterFile
 from raymill.data.options import PreprocessOptions
 from raymill.doctor import Finding, judge
 from raymill.job_context import JobContext
-from raymill.ray_support import capacity, gpu_section
+from raymill.ray_support import aws_sections, capacity
 from raymill.serving.keys import OWNER_SECRET
 from raymill.serving.options import ServeOptions
 from raymill.training.options import TrainOptions
@@ -50,7 +50,7 @@ def check_gpus(account: Account) -> Iterator[Finding]:
             capacity.refuse_too_many_workers(train.min_workers, each)
     yield Finding("ok", f"the cluster has room for the num_workers of {', '.join(job_scripts.fine_tuning())}")
     serve = settings.load(ServeOptions, "serve", profile="cluster")
-    served_on = gpu_section.load().serve_instance_type
+    served_on = aws_sections.load_gpu().serve_instance_type
     suitable = [node for node in nodes if served_on in ("", node["instance_type"])]
     available = max((node["count"] * node["resources"].get("GPU", 0) for node in suitable), default=0)
     gpus = serve.tensor_parallel_size * serve.pipeline_parallel_size

@@ -6,7 +6,7 @@ from functools import partial
 from botocore.exceptions import ClientError
 
 from raymill import settings
-from raymill.aws import aws_errors, boundary, budget, reservation, stack
+from raymill.aws import aws_errors, reservation, stack, stack_sections
 from raymill.aws.doctor.account import RETRY, Account, denied_action
 from raymill.common import bucket, instances
 from raymill.doctor import Finding, judge
@@ -129,7 +129,7 @@ def check(account: Account) -> Iterator[Finding]:
         return
     needed = _needed_count(account)
     remedy = f"Add the others to the policy of {account.arn}: {', '.join(dict.fromkeys(missing))}"
-    if "iam:CreateRole" in missing and not boundary.load():
+    if "iam:CreateRole" in missing and not stack_sections.boundary():
         remedy += (
             ". If your company requires a permissions boundary for roles, set permissions_boundary in [cluster.iam] of "
             "settings.toml"
@@ -153,9 +153,13 @@ def _needed_actions(account: Account) -> list[tuple[str, str]]:
         *(NAT_ACTIONS.items() if makes_vpc and section.private else []),
         *(HTTPS_ACTIONS.items() if section.certificate else []),
         *(BALANCING_ACTIONS.items() if section.certificate and _lacks_balancing_role(account) else []),
-        *(BOUNDARY_ACTIONS.items() if boundary.load() else []),
-        *(NO_BOUNDARY_ACTIONS.items() if not boundary.load() and stack.parameters(account).get("Boundary") else []),
-        *(BUDGET_ACTIONS.items() if budget.stack_parameters() else []),
+        *(BOUNDARY_ACTIONS.items() if stack_sections.boundary() else []),
+        *(
+            NO_BOUNDARY_ACTIONS.items()
+            if not stack_sections.boundary() and stack.parameters(account).get("Boundary")
+            else []
+        ),
+        *(BUDGET_ACTIONS.items() if stack_sections.budget_parameters() else []),
         *(RESERVATION_ACTIONS.items() if reservation.load_section().reservation else []),
     ]
 
@@ -187,7 +191,7 @@ def _simulate(account: Account, needed: Sequence[tuple[str, str]]) -> list[str]:
         "ec2:CreateAction": "RunInstances",
         "iam:AWSServiceName": BALANCING,
     }
-    if limit := boundary.load():
+    if limit := stack_sections.boundary():
         context["iam:PermissionsBoundary"] = limit
     names = {"partition": partition, "region": account.region, "account": number, "slug": account.slug}
     names["bucket"] = bucket.name(account)

@@ -33,8 +33,7 @@ from raymill import code_identity, job, state_files
 from raymill.data import row_formats, row_sources, streaming
 from raymill.errors import UserError
 from raymill.ray_support import capacity, gang, job_lease, ray_logging
-from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS
-from raymill.ray_support.private.tune import is_in_trial
+from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS, is_in_trial
 from raymill.state_files import DamagedFile
 from raymill.training import failures, preflight, storage, transport, weights_check
 from raymill.training.options import TrainOptions

@@ -24,12 +24,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jobs import models
 from raymill import settings
 from raymill.errors import UserError
-from raymill.serving import canary, haproxy, lifecycle
+from raymill.serving import deploy, haproxy, routing_state
+from raymill.serving.accounting import MetricsMiddleware
 from raymill.serving.body_checks import inspect
-from raymill.serving.canary import CANARY, ROOT, Reporter
-from raymill.serving.metrics_middleware import MetricsMiddleware
 from raymill.serving.model_router import ModelRouter
 from raymill.serving.options import ModelsOptions, ServeOptions
+from raymill.serving.routing_state import CANARY, ROOT, Reporter
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 
@@ -70,12 +70,12 @@ def model() -> type:
     return Model
 
 
-def deploy(path: str, address: str) -> None:
+def deploy_own(path: str, address: str) -> None:
     """Serve an app that scales to zero soon after it becomes idle."""
     idle = {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 1, "upscale_delay_s": 0, "downscale_delay_s": 1}
     scaling = idle | {"metrics_interval_s": 0.5, "look_back_period_s": 1}
     app = serve.deployment(serve.ingress()(model()), autoscaling_config=scaling, ray_actor_options={"num_cpus": 0.1})
-    serve.run(app.bind(path, PATHS[path], address), name=canary.app_name(path), route_prefix=path)
+    serve.run(app.bind(path, PATHS[path], address), name=routing_state.app_name(path), route_prefix=path)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,13 @@ def address(ray_session: None) -> Iterator[str]:
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     # on a busy machine, the first replica could otherwise be idle, and stop, before the actor has its first report
-    ray.get(canary.actor().apps.remote())
+    ray.get(routing_state.actor().apps.remote())
     for path in PATHS:
-        deploy(path, f"http://127.0.0.1:{port}")
-    wait_for(lambda: ray.get(canary.actor().apps.remote()).keys() == PATHS.keys())
+        deploy_own(path, f"http://127.0.0.1:{port}")
+    wait_for(lambda: ray.get(routing_state.actor().apps.remote()).keys() == PATHS.keys())
     yield f"http://127.0.0.1:{port}"
     for path in reversed(PATHS):
-        lifecycle.stop(canary.app_name(path))
+        deploy.stop(routing_state.app_name(path))
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -113,7 +113,7 @@ def kill_actor() -> None:
 
     def is_back() -> bool:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(canary.actor().apps.remote())
+            ray.get(routing_state.actor().apps.remote())
             return not psutil.pid_exists(pid)
         return False
 
@@ -135,17 +135,17 @@ def main(model: str) -> ServeOptions:
 
 
 def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address: str) -> None:
-    ray.get(canary.actor().set_canary.remote(100, additional("own").model_dump()))
+    ray.get(routing_state.actor().set_canary.remote(100, additional("own").model_dump()))
     wait_for(lambda: replicas() == 0)
     kill_actor()  # no replica is left that could report its models to the new actor
-    shown = ray.get(canary.actor().apps.remote())
+    shown = ray.get(routing_state.actor().apps.remote())
     assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
     with pytest.raises(UserError, match="a model named own is already served"):
-        lifecycle.resolve_name(additional("own"))
-    assert lifecycle.resolve_name(additional("another")).served_name == "another"
+        deploy.resolve_name(additional("own"))
+    assert deploy.resolve_name(additional("another")).served_name == "another"
     with pytest.raises(UserError, match=r"the canary of own cannot answer requests for new\. First end it"):
-        lifecycle.resolve_name(main("new"))
-    assert lifecycle.resolve_name(main("own")).served_name == "own"
+        deploy.resolve_name(main("new"))
+    assert deploy.resolve_name(main("own")).served_name == "own"
     wait_for(lambda: ask(address, "own") == CANARY)  # a replica of the root app gets the routes when it starts
     assert ask(address, "sql") == "/models/sql"
 
@@ -153,12 +153,12 @@ def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address
 def test_a_stopped_app_disappears_at_once(address: str) -> None:
     wait_for(lambda: ask(address, "sql") == "/models/sql")
     with pytest.raises(UserError, match=r"a model named sql is already served.* inv models -- --end sql"):
-        lifecycle.resolve_name(main("sql").model_copy(update={"canary_percent": 0}))
+        deploy.resolve_name(main("sql").model_copy(update={"canary_percent": 0}))
     models.main(ModelsOptions(end="sql"))
-    assert "/models/sql" not in ray.get(canary.actor().apps.remote())
+    assert "/models/sql" not in ray.get(routing_state.actor().apps.remote())
     # this stub answers for any model; a real engine would reject the name
     wait_for(lambda: ask(address, "sql") in (ROOT, CANARY))
     models.main(ModelsOptions(roll_back=True))
-    assert ray.get(canary.actor().apps.remote()).keys() == {ROOT}
-    assert lifecycle.resolve_name(main("new")).served_name == "new"
+    assert ray.get(routing_state.actor().apps.remote()).keys() == {ROOT}
+    assert deploy.resolve_name(main("new")).served_name == "new"
     wait_for(lambda: ask(address, "own") == ROOT)

@@ -1,14 +1,24 @@
-"""What EC2 refuses about a launch, and moto does not: network interfaces, EFA, placement groups, unknown parameters."""
+"""Launches that EC2 refuses, and launches that it accepts and then ends.
+
+moto accepts most of them: unknown parameters, several interfaces, EFA, a type that the zone does not offer. EC2 also
+lists its Local Zones, in which most accounts can launch nothing. Each region has one here.
+https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeInstanceTypeOfferings.html
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moto.ec2.models import ec2_backends
+from moto.ec2.models.instance_types import INSTANCE_TYPE_OFFERINGS
+from moto.ec2.models.instances import StateReason
+from moto.kms.models import kms_backends
 
+from raymill.emulator import iam
 from raymill.emulator.iam import AwsError
-from raymill.emulator.moto_instances import ACCOUNT
+from raymill.emulator.moto_instances import ACCOUNT, MotoInstance
 from raymill.emulator.stack_resources import PLACEMENT_GROUPS
+from raymill.instance_types import INSTANCE_TYPES
 
 PARAMETERS = re.compile(
     r"(Action|Version|ClientToken|DryRun|ImageId|InstanceType|KeyName|MinCount|MaxCount|UserData|"
@@ -35,7 +45,7 @@ def check(region: str, parameters: Mapping[str, str], account: str = ACCOUNT) ->
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html
     """
     if unknown := [name for name in parameters if not PARAMETERS.fullmatch(name)]:
-        text = f"the emulator does not model {unknown[0]} of RunInstances. Add it to raymill/emulator/launch_rules.py"
+        text = f"the emulator does not model {unknown[0]} of RunInstances. Add it to raymill/emulator/launches.py"
         raise AwsError("UnknownParameter", text)
     _check_disks(parameters)
     backend = ec2_backends[account][region]
@@ -102,3 +112,85 @@ def _check_interfaces(interfaces: list[dict[str, str]], instance_type: Mapping[s
         one.get("InterfaceType") == "efa-only" and slot == (0, 0) for one, slot in zip(interfaces, slots, strict=True)
     ):
         raise AwsError("InvalidParameterCombination", "The primary network interface cannot be efa-only")
+
+
+LOCAL_ZONE = "{region}-dfw-2a"
+OFFER = """<item><instanceType>{type}</instanceType><location>{zone}</location>
+<locationType>availability-zone</locationType></item>"""
+RESPONSE = """<DescribeInstanceTypeOfferingsResponse xmlns="http://ec2.amazonaws.com/doc/2016-11-15/">
+<instanceTypeOfferingSet>{offers}</instanceTypeOfferingSet></DescribeInstanceTypeOfferingsResponse>"""
+
+Removed = Sequence[Mapping[str, str]]
+"""Pairs of `type` and `zone` that a test has taken from the offerings."""
+
+
+def zones_with(region: str, instance_type: str, removed: Removed) -> list[str]:
+    """Return the Availability Zones that offer an instance type."""
+    offers = INSTANCE_TYPE_OFFERINGS["availability-zone"].get(region, [])
+    found = [one["Location"] for one in offers if one["InstanceType"] == instance_type]
+    return sorted(zone for zone in found if {"type": instance_type, "zone": zone} not in removed)
+
+
+def describe_offerings(region: str, parameters: Mapping[str, str], removed: Removed) -> str:
+    """Return the response to DescribeInstanceTypeOfferings for the filter `instance-type`."""
+    types = [value for key, value in parameters.items() if re.fullmatch(r"Filter\.1\.Value\.\d+", key)]
+    offers = [(one, zone) for one in types for zone in zones_with(region, one, removed)]
+    offers += [(one, LOCAL_ZONE.format(region=region)) for one in types if one in INSTANCE_TYPES]
+    return RESPONSE.format(offers="".join(OFFER.format(type=one, zone=zone) for one, zone in offers))
+
+
+def check_zone(region: str, instance_type: str, zone: str, removed: Removed) -> None:
+    """Raise `AwsError`, with EC2's words, if the zone of a launch does not offer its instance type.
+
+    https://repost.aws/knowledge-center/ec2-instance-type-not-supported-az-error
+    """
+    offering = zones_with(region, instance_type, removed)
+    if zone not in offering:
+        raise AwsError(
+            "Unsupported",
+            f"Your requested instance type ({instance_type}) is not supported in your requested Availability Zone "
+            f"({zone}). Please retry your request by not specifying an Availability Zone or choosing "
+            f"{', '.join(offering)}.",
+        )
+
+
+KEY_ACTIONS = ("CreateGrant", "Decrypt", "DescribeKey", "GenerateDataKeyWithoutPlaintext", "ReEncryptFrom")
+"""What the caller of RunInstances must be allowed to do with the key that encrypts the disks."""
+VOLUME_LIMIT = StateReason("Client.VolumeLimitExceeded: Volume limit exceeded", "Client.VolumeLimitExceeded")
+KEY_NOT_USABLE = StateReason("Client.InternalError: Client error on launch", "Client.InternalError")
+MANAGED_KEY = "alias/aws/ebs"
+
+
+class LaunchFailures:
+    """Which launches fail after EC2 has accepted them."""
+
+    def __init__(self) -> None:
+        self.without_volumes = 0
+        """How many of the next instances with GPUs are beyond the account's limit of volumes."""
+        self._without_key: set[str] = set()
+
+    def note_launch(self, region: str, principal: iam.Principal, instances: Iterable[str]) -> None:
+        """Note instances whose launcher may not use the customer's key for their disks."""
+        key = disk_key(region, principal.account)
+        context = {"kms:ViaService": f"ec2.{region}.amazonaws.com"}
+        needed = [iam.Permission(f"kms:{action}", key, context) for action in KEY_ACTIONS if key != MANAGED_KEY]
+        if not all(iam.is_allowed(principal.statements, one) for one in needed):
+            self._without_key.update(instances)
+
+    def end(self, instance: MotoInstance) -> bool:
+        """Terminate a new instance if its launch fails. Return whether it does."""
+        is_beyond_limit = bool(self.without_volumes and instance.type in INSTANCE_TYPES)
+        self.without_volumes -= is_beyond_limit
+        if not is_beyond_limit and instance.id not in self._without_key:
+            return False
+        instance.moto.terminate()
+        instance.moto.state_reason = VOLUME_LIMIT if is_beyond_limit else KEY_NOT_USABLE
+        return True
+
+
+def disk_key(region: str, account: str = ACCOUNT) -> str:
+    """Return the ARN of the customer's key that encrypts the account's disks, or MANAGED_KEY."""
+    key = ec2_backends[account][region].default_kms_key_id
+    kms = kms_backends[account][region]
+    managed = kms.describe_key(MANAGED_KEY).arn if kms.alias_exists(MANAGED_KEY) else ""
+    return MANAGED_KEY if key in ("", managed) else key

@@ -15,7 +15,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from raymill.errors import UserError
 from raymill.ray_support.private import serve as private_serve
-from raymill.serving import canary, drain, http_server, parsers, placement
+from raymill.serving import drain, http_server, parsers, preflight, routing_state
 from raymill.serving.hooks import Hooks
 from raymill.serving.options import APP, CANARY, DRAIN_S, ServeOptions, app_name
 from raymill.serving.preflight import check_cpus
@@ -67,12 +67,12 @@ def deploy_model(options: ServeOptions, functions: Hooks) -> None:
 
         started.result()
     options = parsers.resolve(resolve_name(options))
-    state = canary.actor()
-    address, zone = http_server.cluster_address(options), placement.find_zone(options)
+    state = routing_state.actor()
+    address, zone = http_server.cluster_address(options), preflight.find_zone(options)
     application = app.build(options, functions, address, zone)
     name, root, timeout_s = options.served_name, options.root, options.start_timeout_s
     stops_first = options.max_surge_percent == 0
-    deploy(application, Deployment("serve_llm", options.app, name, root, options.path, timeout_s, stops_first))
+    deploy_app(application, Deployment("serve_llm", options.app, name, root, options.path, timeout_s, stops_first))
     if options.canary_percent:
         ray.get(state.set_canary.remote(options.canary_percent, options.model_dump()))
 
@@ -84,9 +84,9 @@ def resolve_name(options: ServeOptions) -> ServeOptions:
         UserError: no main model is served, another model has this name, or the main model would get another name
             although it has a canary.
     """
-    apps = ray.get(canary.actor().apps.remote())
-    name = apps[canary.ROOT]["models"][0] if canary.ROOT in apps else None
-    if name is None and options.path != canary.ROOT:
+    apps = ray.get(routing_state.actor().apps.remote())
+    name = apps[routing_state.ROOT]["models"][0] if routing_state.ROOT in apps else None
+    if name is None and options.path != routing_state.ROOT:
         raise UserError(f"no main model is served yet. Serve one first: {inv('submit serve_llm')}")
     if options.canary_percent:
         return options.model_copy(update={"model_name": name})
@@ -97,7 +97,11 @@ def resolve_name(options: ServeOptions) -> ServeOptions:
                 f"a model named {options.served_name} is already served. Use another --model-name, or {remedy}."
             )
     of_canary = apps[CANARY]["models"][0] if CANARY in apps else name
-    if options.path == canary.ROOT and app_name(CANARY) in canary.running_apps() and options.served_name != of_canary:
+    if (
+        options.path == routing_state.ROOT
+        and app_name(CANARY) in routing_state.running_apps()
+        and options.served_name != of_canary
+    ):
         raise UserError(
             f"the canary of {of_canary} cannot answer requests for {options.served_name}. "
             f"First end it: {inv('models -- --promote')}, or {inv('models -- --roll-back')}"
@@ -105,7 +109,7 @@ def resolve_name(options: ServeOptions) -> ServeOptions:
     return options
 
 
-def deploy(application: Application, deployment: Deployment) -> None:
+def deploy_app(application: Application, deployment: Deployment) -> None:
     """Deploy an application, or update the running one, and return when it is healthy.
 
     Raises:
@@ -182,7 +186,7 @@ def stop(app: str = APP, drain_s: float = DRAIN_S) -> None:
     drain.stop(app, app, drain_s)
     if not serve.status().applications:
         serve.shutdown()
-        ray.kill(canary.actor())
+        ray.kill(routing_state.actor())
 
 
 def wait_for_interrupt(app: str = APP) -> None:

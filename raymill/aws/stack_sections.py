@@ -1,8 +1,20 @@
-"""Reads [cluster.budget], from which the stack creates an AWS budget that warns by e-mail."""
+"""Sections of settings.toml that only the stack reads: [cluster.iam] and [cluster.budget]."""
 
 from pydantic import Field, model_validator
 
 from raymill import settings
+
+
+class IamSection(settings.Section):
+    """[cluster.iam] of settings.toml."""
+
+    permissions_boundary: str = Field("", pattern=r"^(arn:aws[\w-]*:iam::(\d{12}|aws):policy/[\w+=,.@/-]+)?$")
+    """ARN of a policy. The roles of the stack may never do more than it allows. If empty, they have no boundary."""
+
+
+def boundary() -> str:
+    """Return the ARN of the boundary, or ""."""
+    return settings.load(IamSection, "iam", profile="cluster").permissions_boundary
 
 
 class BudgetSection(settings.Section):
@@ -20,7 +32,12 @@ class BudgetSection(settings.Section):
         return self
 
 
-def stack_parameters() -> dict[str, str]:
+def boundary_parameters() -> dict[str, str]:
+    """Return the stack's parameter for the boundary, or {} if the settings name none."""
+    return {"Boundary": arn} if (arn := boundary()) else {}
+
+
+def budget_parameters() -> dict[str, str]:
     """Return the stack's parameters for the budget, or {} if the settings have none."""
     section = settings.load(BudgetSection, "budget", profile="cluster")
     if not section.dollars_per_month:

@@ -19,7 +19,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from raymill.ray_support.private import key_value
+from raymill.ray_support.private import core
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving.options import CANARY, ROOT, app_name
 
@@ -101,12 +101,12 @@ class StateStore:
 
     def load(self) -> Any:
         """Return the last saved value, or None."""
-        found = key_value.get(NAME, NAMESPACE)
+        found = core.get_value(NAME, NAMESPACE)
         return found and json.loads(found)
 
     def save(self, value: Any) -> None:
         """Save a JSON-serializable value."""
-        key_value.put(NAME, json.dumps(value), NAMESPACE)
+        core.put_value(NAME, json.dumps(value), NAMESPACE)
 
 
 class RoutingState:
