@@ -133,7 +133,7 @@ def _emulated_aws(folder: Path) -> Iterator[Api]:
     }
     boto3.DEFAULT_SESSION = None  # it has the credentials of the last account
     launcher_file.FILE = folder / "cluster.yaml"
-    identity.RECORD = folder / "identity.json"
+    identity.FOLDER = folder
     prepare._own_address = lambda: "203.0.113.7"
     try:
         yield api

@@ -4,7 +4,7 @@ import datetime
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from rich.table import Table
 
@@ -132,20 +132,30 @@ class KeyStore(Protocol):
         """
 
 
-class Target(Protocol):
+class Target:
     """A place where a cluster can run."""
 
     name: str
     profile: str
 
+    def by_default(self, method: str) -> NoReturn:
+        """Do what this target does in a method that it does not define.
+
+        Raises:
+            UserError: the target does not support what the method does.
+        """
+        raise UserError(f"{self.name} cannot do this: {method}")
+
     def doctor(self) -> list[Finding]:
         """Check everything that can be checked before the cluster starts."""
+        self.by_default("doctor")
 
     def prepare(self, owner: str = "") -> None:
         """Create everything that the cluster needs, except its instances. Keep what exists.
 
         Asks before using the cluster of another owner, unless `owner` names this owner. So do `up` and `down`.
         """
+        self.by_default("prepare")
 
     def up(self, yes: bool, wait: bool = False, owner: str = "") -> None:
         """Start the cluster unless it is up. Return when jobs can be submitted.
@@ -153,66 +163,84 @@ class Target(Protocol):
         Asks before starting anything that costs money, unless `yes` is set. If instances are reserved for later, `wait`
         waits until then.
         """
+        self.by_default("up")
 
     def show_capacity(self, wanted: WantedBlock) -> None:
         """Show the Capacity Blocks that AWS offers."""
+        self.by_default("show_capacity")
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
         """Buy a Capacity Block for this cluster. Asks first, unless `yes` is set."""
+        self.by_default("buy_capacity")
 
     def show_limits(self) -> None:
         """Show the limits of the running cluster, and how much of them is used."""
+        self.by_default("show_limits")
 
     def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
         """Change the given limits of the running cluster. Asks before it can cost more, unless `yes` is set.
 
         The keys are those of [cluster.limits] in settings.toml.
         """
+        self.by_default("change_limits")
 
     def bake(self) -> None:
         """Store the head's packages in the bucket, from which new nodes unpack them."""
+        self.by_default("bake")
 
     def connect(self) -> Connection:
         """Return a connection to the running cluster. Raises `UserError` if it is not up."""
+        self.by_default("connect")
 
     def storage_variables(self) -> dict[str, str]:
         """Return the environment variables that this machine needs to read the jobs' output.
 
         The cluster need not be up.
         """
+        self.by_default("storage_variables")
 
     def shell(self, command: str) -> int:
         """Run `command` on the head, or open a shell if it is empty. Return the exit code."""
+        self.by_default("shell")
 
     def configure_ssh(self) -> None:
         """Add the head to this user's ssh configuration, for other programs. `down` removes it."""
+        self.by_default("configure_ssh")
 
     def notebook(self) -> str:
         """Start JupyterLab on the head, until this process ends. Return its URL on this machine."""
+        self.by_default("notebook")
 
     def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         """Return the lowest hourly price of the cluster's instance types and of `types`. Empty if nothing costs money.
 
         A type that is not for sale is left out.
         """
+        self.by_default("dollars_per_instance_hour")
 
     def cloud_status(self) -> CloudStatus:
         """Return what is rented, what it costs, what is pending and why, and what AWS refused."""
+        self.by_default("cloud_status")
 
     def past_jobs(self) -> list[PastJob]:
         """Return the latest jobs of all clusters, the oldest first. No cluster need be up."""
+        self.by_default("past_jobs")
 
     def past_log(self, job_id: str) -> PastLog | None:
         """Return the log of a past job, or of the latest one if `job_id` is empty. None if there is no such job."""
+        self.by_default("past_log")
 
     def access_logs(self, since: datetime.datetime) -> Iterable[str]:
         """Return the access logs that were written to since then. No cluster need be up."""
+        self.by_default("access_logs")
 
     def key_stores(self) -> Sequence[KeyStore]:
         """Return where API keys are stored. The cluster's server reads the first one."""
+        self.by_default("key_stores")
 
     def down(self, owner: str = "", drain_s: int = 0) -> list[str]:
         """Stop the cluster, and delete its resources but not your files. Return what could not be deleted.
 
         Answers of served models that are running get `drain_s` to end.
         """
+        self.by_default("down")

@@ -77,7 +77,7 @@ def in_project() -> None:
 @pytest.fixture(autouse=True)
 def no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests work with any account, also if this project has a cluster."""
-    monkeypatch.setattr(identity, "RECORD", tmp_path / "identity.json")
+    monkeypatch.setattr(identity, "FOLDER", tmp_path)
     monkeypatch.delenv("INV_TARGET", raising=False)  # a verb that an earlier test called may have set it
 
 

@@ -15,7 +15,7 @@ import uvicorn
 
 T = TypeVar("T")
 WITHOUT_RECORD = (
-    "import pathlib; from raymill.aws import identity; identity.RECORD = pathlib.Path('/nonexistent'); "
+    "import pathlib; from raymill.aws import identity; identity.FOLDER = pathlib.Path('/nonexistent'); "
     "from invoke.main import program; program.run()"
 )
 

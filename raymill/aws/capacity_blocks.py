@@ -14,7 +14,7 @@ from rich.table import Table
 from raymill import settings, settings_file, state_files
 from raymill.aws import consent
 from raymill.aws.reservation import local
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.common.prices import LINUX
 from raymill.errors import UserError
 from raymill.target import WantedBlock
@@ -59,7 +59,7 @@ def show(file: ClusterFile, wanted: WantedBlock, console: Console) -> None:
             f"AWS offers no such Capacity Block in {file.region} now. Try other --days, --instances or dates"
         )
     console.print(_table(offerings))
-    print(f"buy one: inv capacity --target {TARGET} --buy ID   AWS does not refund Capacity Blocks")
+    print(f"buy one: inv capacity --target {target()} --buy ID   AWS does not refund Capacity Blocks")
 
 
 def buy(file: ClusterFile, offering_id: str, yes: bool) -> None:
@@ -72,11 +72,11 @@ def buy(file: ClusterFile, offering_id: str, yes: bool) -> None:
     offering = next((one for one in saved or () if one.id == offering_id), None)
     if offering is None:
         raise UserError(
-            f"{offering_id} is not an offering of the last search. Search again: inv capacity --target {TARGET}"
+            f"{offering_id} is not an offering of the last search. Search again: inv capacity --target {target()}"
         )
     print(f"{offering.count} × {offering.instance_type} in {offering.zone}, {offering.period}")
     price = f"{offering.fee:,.2f} {offering.currency}"
-    consent.ask(f"pay {price} now, without a refund?", yes, f"inv capacity --target {TARGET} --buy {offering_id}")
+    consent.ask(f"pay {price} now, without a refund?", yes, f"inv capacity --target {target()} --buy {offering_id}")
     bought = file.client("ec2").purchase_capacity_block(
         CapacityBlockOfferingId=offering_id,
         InstancePlatform=LINUX,
@@ -86,7 +86,7 @@ def buy(file: ClusterFile, offering_id: str, yes: bool) -> None:
     )["CapacityReservation"]["CapacityReservationId"]
     print(f"bought {bought} for {price}")
     settings_file.write({"cluster.capacity": {"reservation": bought}}, settings.FILE)
-    print(f'reservation = "{bought}" is in settings.toml. Next: inv up --target {TARGET} --wait')
+    print(f'reservation = "{bought}" is in settings.toml. Next: inv up --target {target()} --wait')
 
 
 def _search(file: ClusterFile, wanted: WantedBlock) -> list[Offering]:

@@ -9,7 +9,7 @@ from raymill import status
 from raymill.aws import node_reports, reservation
 from raymill.aws.node_reports import NodeReport
 from raymill.common import instances, prices
-from raymill.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
+from raymill.common.cluster_file import CAPACITY_BLOCK, ClusterFile, target
 from raymill.common.instances import Instance
 from raymill.node import gpu_use, log_shipping
 from raymill.node.gpu_use import GpuUse
@@ -50,7 +50,7 @@ def describe_failed_launch(instance: Instance) -> str:
     """Return a sentence that says why EC2 ended an instance during its launch, and what to check."""
     advice = {
         "Client.InternalError": "If your account encrypts disks with a key of its own, check that the key is enabled, "
-        f"and that its policy lets IAM policies grant its use: inv doctor --target {TARGET}",
+        f"and that its policy lets IAM policies grant its use: inv doctor --target {target()}",
         "Client.VolumeLimitExceeded": "Delete volumes that you no longer need, or request a higher quota for EBS "
         "storage in the AWS console, under Service Quotas",
     }.get(instance.end_code, "AWS may have room later, or in another zone")
@@ -121,7 +121,7 @@ def _silent_nodes(joined: list[Instance], reports: dict[str, NodeReport], now: f
             since = f"for {_duration(now - report.saved)}" if report else "yet"
             problems.append(
                 f"{instance.id} has not copied its logs to the bucket {since}, so they will be lost. To see why: "
-                f'inv ssh --target {TARGET} --command "{_show_log(instance, file)}"'
+                f'inv ssh --target {target()} --command "{_show_log(instance, file)}"'
             )
     return problems
 
@@ -172,7 +172,7 @@ def _pending(head_status: dict[str, Any]) -> list[str]:
 
 def _problems(head_status: dict[str, Any]) -> list[str]:
     problems = []
-    repair = f"Run: inv up --target {TARGET}"
+    repair = f"Run: inv up --target {target()}"
     if not head_status["autoscaler"]:
         problems.append(f"the autoscaler is not running on the head, so no worker starts or stops. {repair}")
     elif not head_status["watchdog"]["runs"]:

@@ -13,7 +13,7 @@ import botocore.exceptions
 
 from raymill.aws import stack
 from raymill.common import instances, limits
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.common.instances import Instance
 from raymill.errors import UserError
 
@@ -46,7 +46,7 @@ def move(file: ClusterFile, launched: datetime.datetime, hours: float) -> None:
     found = (stack.find(file) or {}).get("Outputs", [])
     outputs = {one["OutputKey"]: one["OutputValue"] for one in found}
     if "Guard" not in outputs:
-        raise UserError(f"the stack {file.slug} has no guard yet. Run: inv prepare --target {TARGET}")
+        raise UserError(f"the stack {file.slug} has no guard yet. Run: inv prepare --target {target()}")
     end = launched + datetime.timedelta(hours=hours) + GRACE
     schedule = {
         "Name": _name(file),

@@ -7,7 +7,7 @@ from typing import Any
 
 from raymill.aws import ssh
 from raymill.common import instances
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.console import Console
 from raymill.errors import UserError
 
@@ -63,7 +63,7 @@ def wait_until_ready(head: ssh.SshHead) -> None:
                 lines = current["log_tail"][missing].splitlines()[-1:] or ["no reason given"]
                 raise UserError(
                     f"the head is up but its {missing} is not running ({lines[0]}). Correct cluster/cluster.yaml, then "
-                    f"run: inv up --target {TARGET}   or end the cluster: inv down --target {TARGET}"
+                    f"run: inv up --target {target()}   or end the cluster: inv down --target {target()}"
                 )
             spinner.update(f"waiting for the {missing}: {waited:.0f} s")
             time.sleep(1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from raymill import settings, state_files
 from raymill.aws import caller
 from raymill.common import cluster_file
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.errors import UserError
 
 
@@ -29,12 +29,17 @@ class Identity:
     """Value of the owner tag, as in caller.py."""
 
 
+FOLDER = settings.PROJECT / ".cluster"
+
+
 def record_of(target: str) -> Path:
     """Return the file in which this checkout records its cluster on "aws" or in a "rehearsal"."""
-    return settings.PROJECT / ".cluster" / f"{target}-identity.json"
+    return FOLDER / f"{target}-identity.json"
 
 
-RECORD = record_of(TARGET)
+def record_file() -> Path:
+    """Return the file in which this checkout records its cluster on the current target."""
+    return record_of(target())
 
 
 def load() -> ClusterFile:
@@ -55,12 +60,12 @@ def check(file: ClusterFile) -> None:
     if recorded is None:
         return
     own = f"the cluster of this checkout is {recorded.slug} in account {recorded.account}, {recorded.region}"
-    gone = f"If nothing of it is left there, run: rm {shlex.quote(str(RECORD))}"
+    gone = f"If nothing of it is left there, run: rm {shlex.quote(str(record_file()))}"
     for key, here, there in (("cluster_name", file.slug, recorded.slug), ("region", file.region, recorded.region)):
         if here != there:
             raise UserError(
                 f"{own}, but cluster/cluster.yaml has {key}: {here}. Undo this change, run: inv down --target "
-                f"{TARGET}, and then make it again. {gone}"
+                f"{target()}, and then make it again. {gone}"
             )
     if (found := caller.ask(file)).account != recorded.account:
         raise UserError(
@@ -93,24 +98,25 @@ def _check_names(file: ClusterFile) -> None:
 
 def read() -> Identity | None:
     """Return the recorded cluster, or None. Raises `UserError` if the record is damaged."""
-    if not RECORD.is_file():
+    if not record_file().is_file():
         return None
     remedy = (
         "It says where your cluster is. Check the region in cluster/cluster.yaml and your AWS credentials yourself, "
-        f"then run: rm {shlex.quote(str(RECORD))}"
+        f"then run: rm {shlex.quote(str(record_file()))}"
     )
-    return state_files.parse_or_refuse(RECORD.read_bytes(), Identity, str(RECORD), remedy)
+    return state_files.parse_or_refuse(record_file().read_bytes(), Identity, str(record_file()), remedy)
 
 
 def record(file: ClusterFile, owner: str) -> None:
     """Record the cluster. The file is replaced at once, so that a full disk leaves the old one."""
-    RECORD.parent.mkdir(exist_ok=True)
-    partial = RECORD.with_suffix(".partial")
+    path = record_file()
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
     own = Identity(caller.ask(file).account, file.region, file.slug, owner)
     partial.write_text(json.dumps(dataclasses.asdict(own)), encoding="utf-8")
-    partial.replace(RECORD)
+    partial.replace(path)
 
 
 def forget() -> None:
     """Delete the record."""
-    RECORD.unlink(missing_ok=True)
+    record_file().unlink(missing_ok=True)

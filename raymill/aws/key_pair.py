@@ -9,7 +9,7 @@ from pathlib import Path
 import botocore.exceptions
 
 from raymill.aws import caller, ownership
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.errors import UserError
 
 
@@ -36,7 +36,7 @@ def _advise(file: ClusterFile) -> str:
     """Return where the key is, and what else to do. Only who owns the cluster is advised to end it."""
     found = ownership.find(file) or ownership.UNKNOWN
     if found == caller.ask(file).owner:
-        return f"from the machine that ran `inv up`, or end the cluster: inv down --target {TARGET}"
+        return f"from the machine that ran `inv up`, or end the cluster: inv down --target {target()}"
     whose = ownership.describe(file, found)
     return f"from its owner's machine ({whose}). For a cluster of your own, {ownership.OTHER_NAME}"
 

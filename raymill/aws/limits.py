@@ -17,7 +17,7 @@ from raymill import settings, settings_file
 from raymill.aws import consent, guard, head, ssh
 from raymill.aws.reservation import local
 from raymill.common import instances, limits, prices
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.common.limits import LimitsSection
 from raymill.console import cell
 from raymill.errors import UserError
@@ -82,7 +82,7 @@ def change(file: ClusterFile, given: Mapping[str, str], yes: bool) -> None:
         first = error.errors()[0]
         raise UserError(f"{_option(str(first['loc'][0]))} is {first['input']!r}. {first['msg']}") from None
     options = " ".join(f"{_option(name)} {value}" for name, value in given.items())
-    _agree(file, usage, wanted, yes, f"inv limits --target {TARGET} {options}")
+    _agree(file, usage, wanted, yes, f"inv limits --target {target()} {options}")
     values = {name: int(value) if value == int(value) else value for name, value in wanted.model_dump().items()}
     settings_file.write({"cluster.limits": values}, settings.FILE)
     _apply(file, running_head, wanted)
@@ -98,7 +98,7 @@ def follow_settings(file: ClusterFile, yes: bool) -> None:
     wanted, running_head = limits.load(), ssh.find_head(file)
     usage = _read(running_head)
     if wanted != usage.limits:
-        _agree(file, usage, wanted, yes, f"inv up --target {TARGET}")
+        _agree(file, usage, wanted, yes, f"inv up --target {target()}")
         _apply(file, running_head, wanted)
         print(f"the limits are now {wanted}, as in settings.toml. Running jobs continue")
 
@@ -108,7 +108,7 @@ def _agree(file: ClusterFile, usage: Usage, wanted: LimitsSection, yes: bool, co
         if 0 < getattr(wanted, name) <= used:  # 0: unlimited idle hours
             raise UserError(
                 f"the cluster has used {used:.2f} {name.replace('_', ' ')}, so a limit of {getattr(wanted, name):g} "
-                f"would end it and all jobs now. To end it, run: inv down --target {TARGET}"
+                f"would end it and all jobs now. To end it, run: inv down --target {target()}"
             )
     if wanted.hours <= usage.limits.hours and wanted.dollars <= usage.limits.dollars:
         return
@@ -121,7 +121,7 @@ def _agree(file: ClusterFile, usage: Usage, wanted: LimitsSection, yes: bool, co
 def _read(running_head: ssh.SshHead) -> Usage:
     state = head.read_status(running_head)["watchdog"]
     if not state["runs"] or "limits" not in state:  # without limits, it is older than this code
-        raise UserError(f"the watchdog is not running on the head. Run: inv up --target {TARGET}")
+        raise UserError(f"the watchdog is not running on the head. Run: inv up --target {target()}")
     used = {name: state[name] for name in ("hours", "dollars", "dollars_per_hour", "idle_hours")}
     return Usage(limits=LimitsSection(**state["limits"]), price_warning=state.get("price_warning", ""), **used)
 
@@ -142,6 +142,6 @@ def _apply(file: ClusterFile, running_head: ssh.SshHead, wanted: LimitsSection) 
             log = shlex.quote("tail ~/watchdog.log")
             raise UserError(
                 f"the watchdog has not read the new limits after {TIMEOUT_S} s. To see why, run: inv ssh --target "
-                f"{TARGET} --command {log}"
+                f"{target()} --command {log}"
             )
         time.sleep(1)

@@ -7,7 +7,7 @@ Ray or any job.
 from raymill import settings
 from raymill.aws import head, images, launcher_file, ray_up, source_hash, ssh
 from raymill.common import instances
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.errors import UserError
 
 ON_NODES = settings.PROJECT / "raymill" / "node"
@@ -30,7 +30,7 @@ def follow(file: ClusterFile, running: instances.Instance) -> None:
     except UserError as error:
         raise UserError(
             f"{error}. Without a watchdog, a machine shuts down after ten minutes, so correct that now, then run: "
-            f"inv up --target {TARGET}"
+            f"inv up --target {target()}"
         ) from None
     head.tag(file, {instances.NODE_CODE_TAG: current})
 

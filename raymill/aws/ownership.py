@@ -7,7 +7,7 @@ import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
 from raymill.aws import aws_errors, caller, consent, identity, stack
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 
 UNKNOWN = "unknown"
 """Owner of a cluster that an older version of this project has made."""
@@ -90,5 +90,5 @@ def describe_nothing(file: ClusterFile) -> str:
         return f"{nothing}, and no cluster in any region. If yours is in another account, use its credentials"
     return (
         f"{nothing}, but it has {', '.join(sorted(found))}. If one of them is yours, set its region and name in "
-        f"cluster/cluster.yaml, then run: inv down --target {TARGET}"
+        f"cluster/cluster.yaml, then run: inv down --target {target()}"
     )

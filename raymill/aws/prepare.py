@@ -20,7 +20,7 @@ from raymill.aws import (
 )
 from raymill.aws.deletion import attempt
 from raymill.common import bucket, instances
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.errors import UserError
 from raymill.ray_support.aws_sections import NetworkSection
 
@@ -84,7 +84,8 @@ def _check_workers(file: ClusterFile, parameters: dict[str, str]) -> None:
         settings_of = {"Efa": "efa", "Private": "private", "ReservedZone": "reservation"}
         raise UserError(
             f"{', '.join(settings_of[name] for name in leaving)} in settings.toml cannot change while workers run "
-            f"({', '.join(one.id for one in workers)}). Wait until they have ended, or run: inv down --target {TARGET}"
+            f"({', '.join(one.id for one in workers)}). Wait until they have ended, or run: "
+            f"inv down --target {target()}"
         )
 
 

@@ -15,7 +15,7 @@ import botocore.exceptions
 from raymill import settings
 from raymill.aws import aws_errors, stack
 from raymill.common import prices
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.console import Console
 from raymill.errors import UserError
 from raymill.node.state import BLOCK_CLEANUP_S, BLOCK_NOTICE_S
@@ -161,7 +161,8 @@ def refuse_before_start(reserved: Reservation) -> None:
     if not reserved.has_started:
         when = f"starts at {local(reserved.start)}" if reserved.start else f"is {reserved.state}"
         raise UserError(
-            f"the {reserved.name} {when}, so nothing was started. To wait for it, run: inv up --target {TARGET} --wait"
+            f"the {reserved.name} {when}, so nothing was started. To wait for it, run: "
+            f"inv up --target {target()} --wait"
         )
 
 

@@ -10,7 +10,7 @@ from dotenv import dotenv_values
 
 from raymill import settings
 from raymill.aws.deletion import attempt_each
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.errors import UserError
 from raymill.serving.keys import OTHERS_SECRET, OWNER_SECRET
 from raymill.submission import SecretsSection
@@ -42,14 +42,14 @@ def upload(file: ClusterFile) -> None:
         value = values.get(name) or ("" if name in stored or name != OWNER_SECRET else secrets.token_urlsafe(32))
         if name == OTHERS_SECRET and name in stored:
             if value and value != KeyList(file).read():
-                command = f"inv keys --target {TARGET}"
+                command = f"inv keys --target {target()}"
                 print(f"{name} in .env differs from that on AWS, which stays. To change it, run: {command}")
         elif value:
             _store(client, file, name, value, is_new=name not in stored)
         elif name not in stored:
             print(
                 f"secret {name} has no value, so jobs run without it. "
-                f"Put it into .env, then run: inv up --target {TARGET}"
+                f"Put it into .env, then run: inv up --target {target()}"
             )
 
 
@@ -79,7 +79,7 @@ class KeyList:
     def _check_that_it_is_up(self) -> None:
         if not _exists(self._client, f"{self._file.slug}/{OWNER_SECRET}"):
             raise UserError(
-                f"{TARGET} is not up, so it has no keys. Run: inv up --target {TARGET}, which stores those in .env"
+                f"{target()} is not up, so it has no keys. Run: inv up --target {target()}, which stores those in .env"
             )
 
     def update(self, change: Callable[[str], str]) -> None:
@@ -184,7 +184,7 @@ def _create(client: Any, identity: str, value: str, slug: str) -> None:
             if time.monotonic() - started > NAME_TIMEOUT_S:
                 raise UserError(
                     f"AWS is still deleting the secret {identity} after {NAME_TIMEOUT_S} s. Wait a few minutes, then "
-                    f"run: inv up --target {TARGET}"
+                    f"run: inv up --target {target()}"
                 ) from None
             time.sleep(RETRY_S)
         else:

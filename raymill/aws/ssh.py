@@ -13,7 +13,7 @@ from pathlib import Path
 
 from raymill import settings
 from raymill.common import bucket, instances
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.errors import UserError
 from raymill.network import free_ports
 from raymill.target import NotOnCluster
@@ -142,9 +142,9 @@ class SshHead:
         if self.key_file is None and "Permission denied" in stderr:
             return (
                 f"{reason}. Ask whoever started the cluster to add your public key to ssh_keys in [cluster.network] of "
-                f"settings.toml, and to run: inv prepare --target {TARGET}"
+                f"settings.toml, and to run: inv prepare --target {target()}"
             )
-        return f"{reason}. If your address has changed, run: inv prepare --target {TARGET}"
+        return f"{reason}. If your address has changed, run: inv prepare --target {target()}"
 
 
 def _quoted(path: Path) -> str:
@@ -162,7 +162,7 @@ def find_head(file: ClusterFile) -> SshHead:
     instance = instances.head(file)
     if instance is None:
         raise NotOnCluster(
-            f"no cluster {file.slug} runs in {file.region}{bucket.note(file)}. Run: inv up --target {TARGET}"
+            f"no cluster {file.slug} runs in {file.region}{bucket.note(file)}. Run: inv up --target {target()}"
         )
     address = instance.public_address or instance.private_address
     return SshHead(

@@ -12,7 +12,7 @@ import yaml
 
 from raymill import settings
 from raymill.aws import caller
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.console import Console
 from raymill.errors import UserError
 
@@ -90,7 +90,8 @@ def _create_or_update(file: ClusterFile, request: dict[str, Any], owner: str) ->
         stack = None
     elif stack and stack["StackStatus"] == "IMPORT_ROLLBACK_FAILED":
         raise UserError(
-            f"the stack {file.slug} is {stack['StackStatus']}, so it cannot be updated. Run: inv down --target {TARGET}"
+            f"the stack {file.slug} is {stack['StackStatus']}, so it cannot be updated. Run: "
+            f"inv down --target {target()}"
         )
     request |= {"Tags": _tags(file, stack, owner)}
     if stack is None:
@@ -244,7 +245,7 @@ def _wait(file: ClusterFile, stack_id: str, action: str, *, end: str) -> None:
     The id, not the name, finds a stack that has been deleted, and no stack that somebody has made since.
     """
     if (status := _follow(file, stack_id, action)) != end:
-        advice = f". Run: inv down --target {TARGET}" if status == "UPDATE_ROLLBACK_FAILED" else ""
+        advice = f". Run: inv down --target {target()}" if status == "UPDATE_ROLLBACK_FAILED" else ""
         reason = _failure_reason(file, stack_id)
         raise OperationFailed(f"{action} the stack {file.slug} failed: {reason.removesuffix('.')}{advice}")
 

@@ -35,7 +35,7 @@ from raymill.aws.deletion import attempt
 from raymill.aws.past_jobs import PastJobs
 from raymill.aws.saved_logs import SavedLogs
 from raymill.common import bucket, instances, prices
-from raymill.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
+from raymill.common.cluster_file import CAPACITY_BLOCK, ClusterFile, target
 from raymill.console import Console
 from raymill.doctor import Finding
 from raymill.env_file import EnvFile
@@ -45,17 +45,19 @@ from raymill.job_context import JobContext
 from raymill.node.state import DASHBOARD_PORT
 from raymill.ray_support.aws_sections import NetworkSection
 from raymill.serving.options import ServeOptions
-from raymill.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
+from raymill.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, Target, WantedBlock
 
 JOIN = "is it yours, too?"
 """Question before a verb uses the cluster of another owner."""
 
 
-class Aws:
+class Aws(Target):
     """A head on AWS, and workers that start when there is work and stop when they are idle."""
 
-    name: str = TARGET
     profile = "cluster"
+
+    def __init__(self) -> None:
+        self.name = target()
 
     def doctor(self) -> list[Finding]:
         from raymill.aws.doctor import checks  # takes seconds, because it imports the jobs' options
@@ -64,7 +66,7 @@ class Aws:
 
     def prepare(self, owner: str = "") -> None:
         file = self._file()
-        ownership.agree(file, owner, JOIN, f"inv prepare --target {TARGET}")
+        ownership.agree(file, owner, JOIN, f"inv prepare --target {target()}")
         prepare.prepare(file)
         if running := instances.head(file):
             self._admit_people(file)
@@ -72,7 +74,7 @@ class Aws:
 
     def up(self, yes: bool, wait: bool = False, owner: str = "") -> None:
         file = self._file()
-        ownership.agree(file, owner, JOIN, f"inv up --target {TARGET}")
+        ownership.agree(file, owner, JOIN, f"inv up --target {target()}")
         running = instances.head(file)
         changes = _describe_changes(file, running)
         if running and not changes:
@@ -93,7 +95,7 @@ class Aws:
             print(costs)
         reservation.show_costs(file)
         print(changes)
-        consent.ask("continue?" if running else "start it?", yes, f"inv up --target {TARGET}")
+        consent.ask("continue?" if running else "start it?", yes, f"inv up --target {target()}")
         reservation.wait_for_start(file)
         started = time.monotonic()
         prepare.prepare(file)
@@ -136,7 +138,7 @@ class Aws:
         if self.shell("cd ~/project && python -m raymill.node.bake"):
             raise UserError(
                 "the head's packages were not stored, for the reason above, so new nodes install their packages. Run "
-                f"again: inv bake --target {TARGET}"
+                f"again: inv bake --target {target()}"
             )
 
     def connect(self) -> Connection:
@@ -149,10 +151,10 @@ class Aws:
             requests.get(f"{dashboard}/api/version", headers=headers, timeout=30).raise_for_status()
         except requests.RequestException:
             raise UserError(
-                f"Ray does not answer on the head {ssh_head.instance_id}. Run: inv up --target {TARGET}"
+                f"Ray does not answer on the head {ssh_head.instance_id}. Run: inv up --target {target()}"
             ) from None
         return Connection(
-            target=TARGET,
+            target=target(),
             dashboard=dashboard,
             headers=headers,
             forwarded_ports={serve_port: ports[serve_port]},
@@ -220,7 +222,7 @@ class Aws:
 
     def down(self, owner: str = "", drain_s: int = 0) -> list[str]:
         file = identity.load()
-        ownership.agree(file, owner, "end it?", f"inv down --target {TARGET}")
+        ownership.agree(file, owner, "end it?", f"inv down --target {target()}")
         if drain_s:
             drain.before_down(self, drain_s)
         had_instances = bool(instances.living(file))  # asks only EC2, because machines must end whatever else fails
@@ -253,7 +255,7 @@ def _run_launcher(file: ClusterFile) -> None:
         for one in instances.failed_launches(file):
             if one.node_type == file.head.name and one.id not in earlier:
                 raise UserError(
-                    f"{cloud_status.describe_failed_launch(one)}. Then run again: inv up --target {TARGET}"
+                    f"{cloud_status.describe_failed_launch(one)}. Then run again: inv up --target {target()}"
                 ) from None
         raise
 

@@ -9,7 +9,7 @@ import botocore.exceptions
 from raymill.aws import aws_errors, guard, secrets_manager, stack
 from raymill.aws.deletion import attempt, attempt_each
 from raymill.common import instances
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.console import Console
 from raymill.errors import UserError
 
@@ -36,7 +36,7 @@ def end_instances(file: ClusterFile) -> None:
             if waited > TERMINATE_TIMEOUT_S:
                 names = ", ".join(instance.id for instance in living)
                 raise UserError(
-                    f"instances not terminated after {waited:.0f} s: {names}. Run again: inv down --target {TARGET}"
+                    f"instances not terminated after {waited:.0f} s: {names}. Run again: inv down --target {target()}"
                 )
             spinner.update(f"ending {len(living)} instances: {waited:.0f} s")
             time.sleep(1)

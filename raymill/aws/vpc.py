@@ -6,7 +6,7 @@ from typing import Any
 
 from raymill.aws import stack, zones
 from raymill.aws.zones import ZONES, Offers
-from raymill.common.cluster_file import TARGET, ClusterFile, NodeType
+from raymill.common.cluster_file import ClusterFile, NodeType, target
 from raymill.errors import UserError
 from raymill.ray_support.aws_sections import NetworkSection
 
@@ -49,8 +49,8 @@ def find_network(file: ClusterFile, section: NetworkSection, offers: Offers | No
         # the security group has a fixed name and the instances, so CloudFormation cannot replace it
         raise UserError(
             f"the stack {file.slug} is in {stays_in or 'a VPC of its own'}, and subnets in [cluster.network] of "
-            f"settings.toml now mean {network.vpc or 'a VPC of its own'}. To move it, run: inv down --target {TARGET} "
-            f"  then: inv up --target {TARGET}"
+            f"settings.toml now mean {network.vpc or 'a VPC of its own'}. To move it, run: inv down "
+            f"--target {target()}   then: inv up --target {target()}"
         )
     return network
 
@@ -63,7 +63,7 @@ def _choose_network(file: ClusterFile, section: NetworkSection, offers: Offers) 
     if kept and not with_gpus & set(kept):
         raise UserError(
             f"no zone of the stack {file.slug} offers {zones.gpu_type(file)}. For a stack in "
-            f"{', '.join(sorted(with_gpus))}, run: inv down --target {TARGET}   then: inv up --target {TARGET}"
+            f"{', '.join(sorted(with_gpus))}, run: inv down --target {target()}   then: inv up --target {target()}"
         )
     return Network(kept or _three(zones.choose(file, offers)))
 
@@ -113,7 +113,7 @@ def _remedy(file: ClusterFile, section: NetworkSection, offering: set[str]) -> s
     if offering and section.subnets:
         return "In [cluster.network] of settings.toml, name a subnet in such a zone"
     if offering and _zones_of_stack(file):
-        return f"For a stack in other zones, run: inv down --target {TARGET}   then: inv up --target {TARGET}"
+        return f"For a stack in other zones, run: inv down --target {target()}   then: inv up --target {target()}"
     return "Set another type in cluster/cluster.yaml, or in [cluster.gpu] of settings.toml"
 
 

@@ -68,10 +68,8 @@ class Level(NamedTuple):
     """Number of errors, by message."""
 
 
-def bench(
-    url: str, variables: Mapping[str, str], load: Load, console: Console, folder: Path = settings.PROJECT / "results"
-) -> None:
-    """Measure the server at each level of concurrency. Write the numbers and a plot to `folder`.
+def bench(url: str, variables: Mapping[str, str], load: Load, console: Console, folder: Path | None = None) -> None:
+    """Measure the server at each level of concurrency. Write the numbers and a plot to `folder`, or to results/.
 
     `variables` are the environment variables of submitted jobs, which say where to find the server's key.
 
@@ -89,6 +87,7 @@ def bench(
     console.print(_table(levels, load))
     for message, count in sum((Counter(level.errors) for level in levels), Counter()).most_common():
         console.print(f"{count} × {cell(message)}", highlight=False)
+    folder = folder or settings.PROJECT / "results"
     folder.mkdir(exist_ok=True)
     saved = {"model": model, "tokens": load.tokens, "levels": [level._asdict() for level in levels]}
     (folder / "bench.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pydantic import field_validator
 
 from raymill import settings
 from raymill.common import aws_session, remaining_costs
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 from raymill.errors import UserError
 
 NOTE = "cluster/ended.txt"
@@ -74,7 +74,7 @@ def require(file: ClusterFile) -> None:
     if not found:
         raise UserError(
             f"there is no bucket s3://{name(file)} that admits your AWS credentials, so {file.slug} has no saved work "
-            f"there. Check the account and the region, or run: inv up --target {TARGET}"
+            f"there. Check the account and the region, or run: inv up --target {target()}"
         )
 
 

@@ -18,8 +18,11 @@ CAPACITY_BLOCK = "capacity-block"
 """Market of instances that are paid in advance."""
 REHEARSAL = "REHEARSAL"
 """Environment variable of processes inside the emulated AWS."""
-TARGET = "rehearsal" if REHEARSAL in os.environ else "aws"
-"""Value of --target for commands in messages."""
+
+
+def target() -> str:
+    """Return the value of --target for commands in messages."""
+    return "rehearsal" if REHEARSAL in os.environ else "aws"
 
 
 @dataclass(frozen=True)

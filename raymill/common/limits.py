@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from raymill import settings
-from raymill.common.cluster_file import TARGET
+from raymill.common.cluster_file import target
 
 MAX_HOURS = 8760
 """A year."""
@@ -31,7 +31,7 @@ class LimitsSection(settings.Section):
             return ""
         return (
             f"no job and no request for {idle:.1f} hours, so the cluster shuts itself down in {60 * left:.0f} minutes. "
-            f"To keep it, use it, or run: inv limits --idle-hours 0 --target {TARGET}"
+            f"To keep it, use it, or run: inv limits --idle-hours 0 --target {target()}"
         )
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """What still costs money when a cluster has ended itself."""
 
 from raymill import settings
-from raymill.common.cluster_file import TARGET
+from raymill.common.cluster_file import target
 from raymill.errors import UserError
 from raymill.ray_support.aws_sections import CapacitySection, NetworkSection
 
@@ -27,4 +27,4 @@ def describe() -> str:
     until_deleted = "You pay for what is in the bucket until you delete it"
     if reserved:  # a Capacity Block is paid in advance, but an on-demand reservation is not
         until_deleted += f", and for {reserved}, unless it is a Capacity Block, until you cancel it"
-    return f"You still pay for {listed} until you run: inv down --target {TARGET}   {until_deleted}"
+    return f"You still pay for {listed} until you run: inv down --target {target()}   {until_deleted}"

@@ -6,9 +6,9 @@ Other Ray clusters can run on the same machine.
 import datetime
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from raymill import env_file, settings
 from raymill.doctor import Finding
@@ -18,17 +18,38 @@ from raymill.job_client import Unreachable
 from raymill.job_context import JobContext
 from raymill.local import crash_reason, doctor, head, processes, state
 from raymill.submission import LocalRaySection
-from raymill.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
+from raymill.target import CloudStatus, Connection, KeyStore, PastLog, Target
 
 SLOW_START = "timed out during startup"
 """Part of Ray's error if its agents took more than 15 s to start, which is a fixed limit (Ray 2.60)."""
 
 
-class Local:
+NO_INSTANCES = "local rents no instances. Run: inv capacity --target aws"
+NO_LIMITS = "local costs nothing, so it has no limits. Run: inv limits --target aws"
+NO_HEAD = "local runs on this machine, so there is no head to connect to. Use your own shell"
+REFUSED = {
+    "show_capacity": NO_INSTANCES,
+    "buy_capacity": NO_INSTANCES,
+    "show_limits": NO_LIMITS,
+    "change_limits": NO_LIMITS,
+    "bake": "local has no nodes that install packages. Run: inv bake --target aws",
+    "shell": NO_HEAD,
+    "configure_ssh": NO_HEAD,
+    "notebook": "local runs on this machine, so no tunnel is needed. Run, after `source .venv/bin/activate`: uv run "
+    "--no-project --with jupyterlab jupyter lab",
+    "past_jobs": "local keeps no jobs after inv down. To see those of this cluster, run: inv status",
+}
+"""Methods that make no sense on this machine, and what to do instead."""
+
+
+class Local(Target):
     """One Ray node on loopback."""
 
     name = "local"
     profile = "local"
+
+    def by_default(self, method: str) -> NoReturn:
+        raise UserError(REFUSED[method])
 
     def doctor(self) -> list[Finding]:
         return doctor.check()
@@ -74,44 +95,14 @@ class Local:
             },
         )
 
-    def show_capacity(self, wanted: WantedBlock) -> None:
-        raise UserError("local rents no instances. Run: inv capacity --target aws")
-
-    def buy_capacity(self, offering: str, yes: bool) -> None:
-        raise UserError("local rents no instances. Run: inv capacity --target aws")
-
-    def show_limits(self) -> None:
-        raise UserError("local costs nothing, so it has no limits. Run: inv limits --target aws")
-
-    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
-        self.show_limits()
-
-    def bake(self) -> None:
-        raise UserError("local has no nodes that install packages. Run: inv bake --target aws")
-
     def storage_variables(self) -> dict[str, str]:
         return JobContext(profile=self.profile, project_dir=str(settings.PROJECT)).variables()
-
-    def shell(self, command: str) -> int:
-        raise UserError("local runs on this machine, so there is no head to connect to. Use your own shell")
-
-    def configure_ssh(self) -> None:
-        self.shell("")
-
-    def notebook(self) -> str:
-        raise UserError(
-            "local runs on this machine, so no tunnel is needed. Run, after `source .venv/bin/activate`: uv run "
-            "--no-project --with jupyterlab jupyter lab"
-        )
 
     def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         return {}
 
     def cloud_status(self) -> CloudStatus:
         return CloudStatus()
-
-    def past_jobs(self) -> list[PastJob]:
-        raise UserError("local keeps no jobs after inv down. To see those of this cluster, run: inv status")
 
     def past_log(self, job_id: str) -> PastLog | None:
         return None

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from raymill.common.cluster_file import TARGET
+from raymill.common.cluster_file import target
 from raymill.node import nvme
 
 FOLDERS = (Path.home(), nvme.FOLDER)
@@ -18,7 +18,7 @@ def problem() -> str:
     """Return a sentence if a disk of this node is nearly full, or else ""."""
     if not (found := nearly_full()):
         return ""
-    advice = f"When it is full, jobs fail and their logs are lost. Delete files there: inv ssh --target {TARGET}"
+    advice = f"When it is full, jobs fail and their logs are lost. Delete files there: inv ssh --target {target()}"
     return f"{found}. {advice}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raymill.common.cluster_file import TARGET
+from raymill.common.cluster_file import target
 from raymill.node import notices, state
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def record() -> None:
             if min(idle.values()) == IDLE_SAMPLES:
                 notices.send(
                     f"for {IDLE_SAMPLES} minutes, no GPU of {socket.gethostname()} has been busy for more than "
-                    f"{BUSY_PERCENT} % of the time. To see what runs: inv status --target {TARGET}"
+                    f"{BUSY_PERCENT} % of the time. To see what runs: inv status --target {target()}"
                 )
             try:
                 _save(lines, [asdict(one) | {"idle_samples": idle[one.gpu]} for one in uses])

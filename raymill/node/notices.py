@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raymill.common import cluster_file
-from raymill.common.cluster_file import TARGET, ClusterFile
+from raymill.common.cluster_file import ClusterFile, target
 
 log = logging.getLogger(__name__)
 SECRET = "NOTIFY_WEBHOOK"
@@ -58,4 +58,4 @@ def _sentence(job: Mapping[str, Any]) -> str:
     minutes = (job["end_time"] - (job["start_time"] or job["end_time"])) / 60_000
     name, owner = job["submission_id"], (job["metadata"] or {}).get("owner")
     ended = f"{name}{f' of {owner}' if owner else ''} has {job['status'].lower()} after {minutes:.0f} min"
-    return f"{ended}. To see its log: inv logs --target {TARGET} {name}"
+    return f"{ended}. To see its log: inv logs --target {target()} {name}"

@@ -74,7 +74,7 @@ class Markets:
                 self.closed_until[node_type] = float("inf")
                 messages.append(
                     f"the setup of {count} {node_type} instances failed, so no more are started until you correct "
-                    f"setup_commands in cluster/cluster.yaml and run again: inv up --target {cluster_file.TARGET}"
+                    f"setup_commands in cluster/cluster.yaml and run again: inv up --target {cluster_file.target()}"
                 )
         return messages
 

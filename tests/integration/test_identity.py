@@ -105,7 +105,7 @@ def refusal(verb: str = "down") -> str:
 
 def new_checkout() -> None:
     """Continue in another checkout, which has no record."""
-    identity.RECORD.unlink()
+    identity.record_file().unlink()
 
 
 def owner() -> str | None:
@@ -145,7 +145,7 @@ def test_down_ends_the_cluster_where_it_is(
 ) -> None:
     Aws().prepare()
     head = launch_head(cluster_file.load(launcher_file.FILE))
-    assert json.loads(identity.RECORD.read_text()) == {
+    assert json.loads(identity.record_file().read_text()) == {
         **{"account": ACCOUNT, "region": FILE.region, "slug": FILE.slug, "owner": LAPTOP},
     }
     use(in_region(OTHER_REGION))
@@ -159,7 +159,7 @@ def test_down_ends_the_cluster_where_it_is(
     assert Aws().down() == []
     assert f"stack of {FILE.slug} is left in account {ACCOUNT}, {FILE.region}\n" in capsys.readouterr().out
     assert not instances.living(FILE)
-    assert not identity.RECORD.exists()
+    assert not identity.record_file().exists()
     assert Aws().down() == []
     nothing = f"there was nothing to end: account {ACCOUNT} ({LAPTOP}) has nothing of {FILE.slug} in {FILE.region}"
     assert f"{nothing}, and no cluster in any region. " in capsys.readouterr().out
@@ -275,9 +275,9 @@ def test_without_a_record_down_names_the_clusters_of_the_account(
 
 def test_a_damaged_record_is_never_ignored(aws: Api) -> None:
     for content in ("", '{"account": "123456789012"', '{"account": "1", "region": "us-east-1"}', "[]", "\0" * 80):
-        identity.RECORD.write_text(content)
+        identity.record_file().write_text(content)
         for verb in ("down", "past_jobs"):
-            assert refusal(verb).startswith(f"{identity.RECORD} is damaged"), content
+            assert refusal(verb).startswith(f"{identity.record_file()} is damaged"), content
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_stack_yaml_has_the_name_of_the_cluster(aws: Api, use: Callable[[Cluster
     use(edited({FILE.slug: "renamed"}))
     with pytest.raises(UserError, match=rf"cluster/stack\.yaml has the tag ray-project: {FILE.slug}, but"):
         Aws().prepare()
-    assert not identity.RECORD.exists()
+    assert not identity.record_file().exists()
 
 
 def test_no_bucket_is_not_the_same_as_no_work(

@@ -7,10 +7,13 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from raymill.aws import aws_errors
-from raymill.common.cluster_file import TARGET, ClusterFile, NodeType
+from raymill.common.cluster_file import ClusterFile, NodeType, target
 from raymill.instance_types import INSTANCE_TYPES
 
-RETRY = f"Run again: inv doctor --target {TARGET}"
+
+def retry() -> str:
+    """Return the advice at the end of findings about failed checks."""
+    return f"Run again: inv doctor --target {target()}"
 
 
 @dataclass(frozen=True)

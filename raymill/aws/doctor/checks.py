@@ -10,7 +10,7 @@ from botocore.exceptions import ConnectionError as NoConnectionError
 
 from raymill.aws import aws_errors, identity, rejected_credentials
 from raymill.aws.doctor import jobs, laptop, owner, permissions, quotas, region, reserved
-from raymill.aws.doctor.account import RETRY, Account, denied_action
+from raymill.aws.doctor.account import Account, denied_action, retry
 from raymill.common import aws_session
 from raymill.common.cluster_file import ClusterFile
 from raymill.doctor import Finding
@@ -105,11 +105,11 @@ def _run(subject: str, check: Callable[[F], Iterator[Finding]], file: F) -> Iter
         yield Finding("error", str(error))
     except ClientError as error:
         if denial := aws_errors.denial(error):
-            yield Finding("error", f"{subject}: not checked. {denial}. {RETRY}")
+            yield Finding("error", f"{subject}: not checked. {denial}. {retry()}")
         elif aws_errors.missing_permission(error):
             action = denied_action(error, permissions.KNOWN_ACTIONS)
-            yield Finding("error", f"{subject}: not checked. Ask for the permission {action}. {RETRY}")
+            yield Finding("error", f"{subject}: not checked. Ask for the permission {action}. {retry()}")
         else:
-            yield Finding("warning", f"{subject}: not checked, because AWS says: {error}. {RETRY}")
+            yield Finding("warning", f"{subject}: not checked, because AWS says: {error}. {retry()}")
     except BotoCoreError as error:
-        yield Finding("warning", f"{subject}: not checked, because AWS does not answer ({error}). {RETRY}")
+        yield Finding("warning", f"{subject}: not checked, because AWS does not answer ({error}). {retry()}")

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from raymill.common.cluster_file import PINS, TARGET, ClusterFile
+from raymill.common.cluster_file import PINS, ClusterFile, target
 from raymill.doctor import Finding, judge
 
 
@@ -17,7 +17,7 @@ def check_versions(file: ClusterFile) -> Iterator[Finding]:
     minor = ".".join(platform.python_version_tuple()[:2])
     for name, here, pin in (("Ray", importlib.metadata.version("ray"), ray), ("Python", minor, python)):
         there = pin[1] if pin else "not pinned"
-        remedy = f"Jobs need the same version. Run: rm -r .venv && ./inv doctor --target {TARGET}"
+        remedy = f"Jobs need the same version. Run: rm -r .venv && ./inv doctor --target {target()}"
         yield judge(here == there, f"{name}: {here} here, {there} on the cluster", remedy)
 
 

@@ -7,7 +7,7 @@ from botocore.exceptions import ClientError
 
 from raymill import settings
 from raymill.aws import aws_errors, reservation, stack, stack_sections
-from raymill.aws.doctor.account import RETRY, Account, denied_action
+from raymill.aws.doctor.account import Account, denied_action, retry
 from raymill.common import bucket, instances
 from raymill.doctor import Finding, judge
 from raymill.ray_support.aws_sections import NetworkSection
@@ -125,7 +125,7 @@ def check(account: Account) -> Iterator[Finding]:
             if aws_errors.missing_permission(error)
             else f"IAM says: {error}"
         )
-        yield Finding("warning", f"{rest}. {why}. {RETRY}")
+        yield Finding("warning", f"{rest}. {why}. {retry()}")
         return
     needed = _needed_count(account)
     remedy = f"Add the others to the policy of {account.arn}: {', '.join(dict.fromkeys(missing))}"
@@ -229,4 +229,5 @@ def _dry_runs(account: Account) -> Iterator[Finding]:
                 lacking = f"you lack the permission {action}. Add it to the policy of {account.arn}"
                 yield Finding("error", aws_errors.denial(error) or lacking)
             else:
-                yield Finding("warning", f"the permission {action} is not checked, because AWS says: {error}. {RETRY}")
+                said = f"the permission {action} is not checked, because AWS says: {error}. {retry()}"
+                yield Finding("warning", said)

@@ -8,7 +8,7 @@ from botocore.exceptions import ClientError
 
 from raymill import settings
 from raymill.aws import aws_errors, quotas
-from raymill.aws.doctor.account import RETRY, Account, alternatives
+from raymill.aws.doctor.account import Account, alternatives, retry
 from raymill.aws.quotas import QUOTAS, Granted, Quota
 from raymill.common.cluster_file import NodeType
 from raymill.doctor import Finding, judge
@@ -63,7 +63,7 @@ def check(account: Account) -> Iterator[Finding]:
     if not settings.load(NetworkSection, "network", profile="cluster").subnets:
         yield from _check_vpcs(account, unknown)
     for reason, codes in unknown.items():
-        yield Finding("warning", f"quotas {', '.join(codes)}: not checked, because AWS says: {reason}. {RETRY}")
+        yield Finding("warning", f"quotas {', '.join(codes)}: not checked, because AWS says: {reason}. {retry()}")
 
 
 def _request(account: Account, service: str, code: str, value: int) -> str:

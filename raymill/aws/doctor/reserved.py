@@ -9,7 +9,7 @@ from raymill.aws import reservation
 from raymill.aws.doctor.account import Account
 from raymill.aws.reservation import Reservation
 from raymill.common import instances, limits
-from raymill.common.cluster_file import TARGET
+from raymill.common.cluster_file import target
 from raymill.doctor import Finding, judge
 from raymill.ray_support.aws_sections import NetworkSection
 
@@ -32,7 +32,7 @@ def check(account: Account) -> Iterator[Finding]:
     reserved = reservation.require(account)
     if reserved is None:
         return
-    remedy = f"Until it starts, inv up starts nothing. To wait for it, run: inv up --target {TARGET} --wait"
+    remedy = f"Until it starts, inv up starts nothing. To wait for it, run: inv up --target {target()} --wait"
     yield judge(reserved.has_started, reserved.summary, remedy, "warning")
     reservation.stack_parameters(account, settings.load(NetworkSection, "network", profile="cluster"))
     if reserved.count > account.max_workers:
