@@ -77,9 +77,9 @@ def test_an_error_has_a_command_to_type_and_a_test(heading: str) -> None:
 
 
 def test_a_changed_message_would_be_found() -> None:
-    quote = _quoted(_sections()["There is no cluster"]).removeprefix("error: ")
+    quote = _quoted(_sections()["A key exceeds its rate limit"]).removeprefix("error: ")
     assert any(message.fullmatch(quote) for message in _messages())
-    assert not any(message.fullmatch(quote.replace("not up", "down")) for message in _messages())
+    assert not any(message.fullmatch(quote.replace("exceeded", "passed")) for message in _messages())
 
 
 @cache
