@@ -46,18 +46,23 @@ def active_profile() -> str:
     return JobContext.current().profile or "local"
 
 
-def load(section_type: type[S], *names: str, profile: str | None = None, file: Path = FILE) -> S:
+def load(section_type: type[S], *names: str, profile: str | None = None, file: Path | None = None) -> S:
     """Return the named sections as one object. Keys of the profile's sections override shared ones, also in tables.
+
+    Each section overrides those before it. Of those, only the keys that the type has are used.
 
     Raises:
         UserError: the profile is unknown, the file is missing or invalid, or a key is missing, unknown or wrong.
     """
-    profile = profile or active_profile()
+    profile, file = profile or active_profile(), file or FILE
     tables = _tables(names, profile)
     document = parse(file)
     merged: dict[str, Any] = {}
     for table in tables:
-        merged |= _merged(merged, _table(document, table))
+        values = _table(document, table)
+        if table.rpartition(".")[2] != names[-1]:
+            values = {key: value for key, value in values.items() if key in section_type.model_fields}
+        merged |= _merged(merged, values)
     try:
         return section_type.model_validate(merged)
     except ValidationError as error:

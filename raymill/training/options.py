@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from raymill.ray_support.workers import WorkerOptions
 from raymill.settings import inv
@@ -182,17 +182,15 @@ class FSDPOptions(TrainOptions):
 
 
 class NetworkOptions(WorkerOptions):
-    """Options of check_network: the workers from [train], and message sizes. The job uses NCCL on `cuda`, else gloo."""
+    """Options of check_network: the workers of [train], and message sizes. The job uses NCCL on `cuda`, else gloo."""
 
-    model_config = ConfigDict(extra="ignore")
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
     """Message sizes to measure. Gradient buckets hold 25 MiB in DDP, and up to 500 million values in ZeRO."""
 
 
 class ClassifierOptions(WorkerOptions):
-    """Options of train_classifier, from [train] and [classifier]. Keys of [train] that it does not use are ignored."""
+    """Options of train_classifier, from [classifier] and from those keys of [train] that it has too."""
 
-    model_config = ConfigDict(extra="ignore")
     name: str = Field("train_classifier", pattern=NAME)
     """Name of the run. The same name resumes it."""
     output: str

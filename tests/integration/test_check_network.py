@@ -26,7 +26,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers canno
 
 @pytest.mark.usefixtures("ray_session")
 def test_two_workers_measure_their_network(capsys: pytest.CaptureFixture[str]) -> None:
-    options = settings.load(NetworkOptions, "train", profile="local")
+    options = settings.load(NetworkOptions, "train", "check_network", profile="local")
     check_network.main(options.model_copy(update={"message_mib": (1, 4)}))
     printed = capsys.readouterr().out.splitlines()
     # at any time, Ray may print a warning about processes that earlier tests left idle

@@ -3,7 +3,7 @@
 from raymill.job import Job, connect
 from raymill.training.options import NetworkOptions
 
-JOB = Job(NetworkOptions, "train")  # reads the options, before the slow imports below
+JOB = Job(NetworkOptions, "train", "check_network")  # reads the options, before the slow imports below
 
 from raymill.ray_support import capacity, network_check
 
