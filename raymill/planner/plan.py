@@ -8,12 +8,7 @@ from raymill import job, job_scripts, settings, settings_file
 from raymill.common import cluster_file, gpu_types
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
-from raymill.planner import report
-from raymill.planner.estimate import estimate
 from raymill.ray_support import job_secrets, model_cache
-from raymill.training import preflight
-from raymill.training.dataset import read_manifest
-from raymill.training.options import DDPOptions
 
 NOT_PLANNED = ("cpu_offload_gb", "gpu_memory_utilization", "kv_cache_dtype", "quantization", "speculative_config")
 """Arguments in [serve.engine] that change how much memory a served model needs or gets."""
@@ -33,16 +28,22 @@ def plan(
         UserError: the model's configuration cannot be loaded, the model is not a causal language model, or a
             setting is wrong.
     """
-    from raymill.data.options import PreprocessOptions
-    from raymill.serving.options import ServeOptions
-
     job_secrets.load()  # a gated model needs HF_TOKEN
+    location = model_cache.find(model, retries=0)  # somebody waits for the answer
+    # imported only now, because some import torch, which takes seconds
+    from raymill.data.options import PreprocessOptions
+    from raymill.planner import report
+    from raymill.planner.estimate import estimate
+    from raymill.serving.options import ServeOptions
+    from raymill.training import preflight
+    from raymill.training.options import DDPOptions
+
     train = settings.load(DDPOptions, "train", profile="cluster")
     serving = settings.load(ServeOptions, "serve", profile="cluster")
     file = cluster_file.load()
     types = gpu_types.for_training(file)
     estimated = estimate(
-        preflight.load_config(model_cache.find(model)),
+        preflight.load_config(location),
         sequence_length=settings.load(PreprocessOptions, "preprocess", profile="cluster").sequence_length,
         micro_batch_rows=train.micro_batch_rows,
         global_batch_rows=train.global_batch_rows,
@@ -76,6 +77,8 @@ def plan(
 
 
 def _tokens(data: str) -> int | None:
+    from raymill.training.dataset import read_manifest  # imports torch
+
     try:
         manifest = read_manifest(data)
     except UserError:

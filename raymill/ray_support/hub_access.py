@@ -29,7 +29,7 @@ Kind = Literal["model", "dataset"]
 
 
 @functools.cache
-def check(name: str, kind: Kind = "model") -> None:
+def check(name: str, kind: Kind = "model", retries: int = RETRIES) -> None:
     """Ask the hub for the first file of a repository. If the hub does not answer, a copy in the cache is enough.
 
     Raises:
@@ -45,7 +45,7 @@ def check(name: str, kind: Kind = "model") -> None:
             url,
             headers=build_hf_headers(),
             timeout=TIMEOUT_S,
-            max_retries=RETRIES,
+            max_retries=retries,
             retry_on_status_codes=RETRIED,
         )
         hf_raise_for_status(answer)

@@ -35,12 +35,12 @@ UPLOAD_BYTES = 160 * 2**20
 `copy_files` keeps everything that is not uploaded yet."""
 
 
-def find(model: str) -> str:
+def find(model: str, retries: int = hub_access.RETRIES) -> str:
     """Return a location of the model that every node can read: a URI or, without a bucket, a folder or hub id.
 
     On a cluster, the first call for a hub id copies the model into the bucket. Nodes read the model from the bucket,
     without the hub's rate limits, and always get the same revision. The copy is used only if it is complete; otherwise,
-    for example because a job was killed, the next call makes it again.
+    for example because a job was killed, the next call makes it again. `retries` is for the first question to the hub.
 
     Raises:
         UserError: there is no folder `model`, and the hub does not let this machine read such a model.
@@ -49,7 +49,7 @@ def find(model: str) -> str:
     if "://" not in path:
         if os.path.isdir(path):
             return path
-        hub_access.check(model)
+        hub_access.check(model, retries=retries)
         return model
     if _has_file(path, "config.json"):
         return path

@@ -4,7 +4,10 @@ import csv
 import gc
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import pairwise
@@ -43,7 +46,7 @@ from raymill.planner.memory import GATHER_WITHIN_INSTANCES, METHODS, Method, Tra
 from raymill.planner.shape import LORA_RANK, Shape, shape_of
 from raymill.ray_support import aws_sections
 from raymill.serving.options import ServeOptions
-from raymill.training import chunked_loss, deepspeed_zero
+from raymill.training import chunked_loss, deepspeed_zero, preflight
 from raymill.training.dataset import Batch
 from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
@@ -431,12 +434,32 @@ def test_the_plan_asks_the_jobs_scripts_for_their_optimizers(llama: Shape, monke
         raise UserError("enough")
 
     monkeypatch.setattr(script, "STRATEGY", type("Mine", (script.STRATEGY,), {"optimizer_values": 1}))
-    monkeypatch.setattr(plan, "estimate", answer)
-    monkeypatch.setattr(plan.preflight, "load_config", lambda _: None)
-    monkeypatch.setattr(plan.model_cache, "find", lambda model: model)
+    monkeypatch.setattr(estimate, "estimate", answer)
+    monkeypatch.setattr(preflight, "load_config", lambda _: None)
+    monkeypatch.setattr(plan.model_cache, "find", lambda model, retries: model)
     with pytest.raises(UserError, match="enough"):
         plan.plan("model", Console(), lambda types: {})
     assert dict(asked["optimizers"]) == {"finetune_ddp": 2, "finetune_deepspeed": 2, "finetune_fsdp": 1}
+
+
+def test_without_the_hub_the_plan_ends_within_seconds() -> None:
+    """It asks the hub once, before it imports torch. A hub that never answers adds `hub_access.TIMEOUT_S` to this."""
+    ask = """
+import sys
+from raymill.planner import plan
+from raymill.ray_support import hub_access
+hub_access.http_backoff = lambda *_, max_retries, **__: sys.exit(f"{max_retries} {'torch' in sys.modules}")
+plan.plan("org/model", None, None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        cwd=settings.PROJECT,
+        env=os.environ | {"HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == "0 False\n"
 
 
 def prices(dollars: dict[str, float]) -> Callable[[Collection[str]], dict[str, float]]:
