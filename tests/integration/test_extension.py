@@ -3,11 +3,13 @@
 Where the documentation shows code for a change, the code is put into the file that it names.
 """
 
+import ast
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -27,29 +29,6 @@ MARKS = {
     ("training.md", "jobs/finetune_ddp.py"): "STRATEGY = ",
 }
 """For each page and script: the start of the line that the page's code replaces."""
-HELLO = '''"""Greets somebody."""
-
-from raymill.job import Job
-from raymill.settings import Section
-
-
-class HelloOptions(Section):
-    """The [hello] section of settings.toml."""
-
-    name: str
-    """Whom to greet."""
-
-
-JOB = Job(HelloOptions, "hello")
-
-
-def main(options: HelloOptions) -> None:
-    """Greet somebody."""
-    print(f"hello {options.name}")
-
-
-JOB.run(main)
-'''
 VERB = '''
 @verb(name="whom to greet")
 def greet(context: Context, name: str = "world") -> None:
@@ -68,6 +47,15 @@ def documented(page: str, mark: str) -> str:
     return code
 
 
+def hello() -> str:
+    """Return the script that jobs/__init__.py shows."""
+    example = ast.get_docstring(ast.parse((settings.PROJECT / "jobs" / "__init__.py").read_text(encoding="utf-8")))
+    assert example
+    return textwrap.dedent(
+        "".join(line for line in example.splitlines(keepends=True)[1:] if line.startswith((" ", "\n")))
+    )
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a generated project with all documented changes, an own job with its section, and an own verb."""
@@ -79,7 +67,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         replaced = [number for number in replaced if not lines[number].startswith("JOB ")]
         lines[replaced[0] : replaced[-1] + 1] = [code]
         (folder / script).write_text("".join(lines), encoding="utf-8")
-    (folder / "jobs" / "hello.py").write_text(HELLO)
+    (folder / "jobs" / "hello.py").write_text(hello())
     with (folder / "settings.toml").open("a") as file:
         file.write('\n[hello]\nname = "Ada"\n[cluster.hello]\nname = "Grace"\n')
     tasks = (folder / "tasks.py").read_text()
@@ -148,10 +136,15 @@ def is_complete(script: str, options: PreprocessOptions, folder: Path) -> bool:
 
 @pytest.mark.parametrize(("profile", "name"), [("local", "Ada"), ("cluster", "Grace")])
 def test_a_job_of_ones_own_reads_its_own_section(project: Path, profile: str, name: str) -> None:
-    done = python(project, "-m", "jobs.hello", PROFILE=profile)
-    assert (done.returncode, done.stdout) == (0, f"hello {name}\n"), done.stderr
-    changed = python(project, "-m", "jobs.hello", "--name", "Alan", PROFILE=profile)
-    assert changed.stdout == "hello Alan\n"
+    asked = "from jobs import hello; print(hello.JOB.load().name)"
+    assert python(project, "-c", asked, PROFILE=profile).stdout == f"{name}\n"
+
+
+def test_a_job_of_ones_own_runs(project: Path) -> None:
+    helped = python(project, "-m", "jobs.hello", "--help")
+    assert "Whom to greet" in helped.stdout, helped.stderr
+    done = python(project, "-m", "jobs.hello", "--name", "Alan")
+    assert (done.returncode, done.stdout) == (0, "hello Alan\n"), done.stderr
 
 
 def test_a_misspelled_key_of_ones_own_section_is_an_error_in_every_verb(project: Path) -> None:
