@@ -39,7 +39,7 @@ CREATES += ("TerminateInstances", "CreateSecret", "DeleteSecret")
 ARGUMENTS: dict[Any, Any] = {bool: True, str: "", int: 20, WantedBlock: WANTED, datetime.datetime: NOW}
 ARGUMENTS |= {Mapping[str, str]: {}, Collection[str]: ()}
 """An argument for each type of the verbs' parameters."""
-VERBS = [name for name, _ in inspect.getmembers(Aws, inspect.isfunction) if not name.startswith("_")]
+VERBS = [name for name in vars(Aws) if not name.startswith("_") and inspect.isfunction(vars(Aws)[name])]
 
 
 @pytest.fixture

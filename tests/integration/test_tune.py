@@ -152,7 +152,6 @@ def test_settings_of_a_trial_override_those_of_the_search(changes: dict[str, Any
         ({"learning_rates": {"low": 1e-2, "high": 1e-3}}, "low is above high"),
         ({"learning_rates": {"low": 1e-3}}, "Field required"),
         ({"lora_ranks": [-1]}, "greater than or equal to 0"),
-        ({"script": "finetune_jax"}, "'finetune_ddp', 'finetune_fsdp' or 'finetune_deepspeed'"),
         ({"grace_steps": 12}, "otherwise no trial ends early"),
         ({"learning_rates_": RATES}, "Extra inputs are not permitted"),
     ],
@@ -170,6 +169,8 @@ def test_a_wrong_search_space_is_refused(wrong: dict[str, Any], sentence: str, c
         ({"global_batches": [8, 12]}, "global_batch_rows = 12 is not a multiple of"),
         ({"trials_at_once": 5}, "needs 5 workers, but this cluster can hold only 4; use --trials-at-once 4"),
         ({"stream": True}, "Leave out --stream"),
+        ({"script": "finetune_jax"}, "there is no job 'finetune_jax'"),
+        ({"script": "evaluate"}, "tune cannot run evaluate"),
     ],
     ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",
 )
