@@ -57,9 +57,12 @@ def share_environment(project: Path) -> None:
     environment = Path(sys.prefix)
     (project / ".venv").unlink(missing_ok=True)
     (project / ".venv").symlink_to(environment)
-    with (environment / OWNERS).open("r+", encoding="utf-8") as owners:
-        if str(project) not in owners.read().splitlines():
-            owners.write(f"{project}\n")
+    owners = environment / OWNERS
+    own, *others = owners.read_text(encoding="utf-8").splitlines()
+    sharing = [one for one in others if one != str(project) and Path(one).is_dir()]
+    partial = owners.with_suffix(".partial")  # another `inv` removes an environment whose list has no project
+    partial.write_text("".join(f"{one}\n" for one in (own, *sharing, project)), encoding="utf-8")
+    partial.replace(owners)
 
 
 def files(project: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ray.job_submission import JobDetails, JobStatus
 
-from raymill import job_output, job_scripts, settings
+from raymill import job_output, job_scripts, settings, targets
 from raymill.errors import UserError
 from raymill.job_client import JobClient, Unreachable, is_submitted, owner, user
 from raymill.job_context import JobContext
@@ -69,7 +69,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
             accept the job.
     """
     job_scripts.find(job)
-    profile = connection.job_variables["PROFILE"]
+    profile = targets.profile(connection.target)
     check_size(_load_upload(profile).working_dir_mib)
     secret_names = settings.load(SecretsSection, "secrets", profile=profile).names
     runtime_env = {

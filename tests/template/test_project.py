@@ -151,3 +151,17 @@ def test_generating_a_project_takes_under_two_seconds_and_no_network(template: P
         # CPU time does not depend on other load. Without a network, there is nothing else to wait for.
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 2, seconds
+
+
+def test_an_environment_lists_the_projects_that_share_it_but_not_those_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment, here, new = (tmp_path / name for name in ("environment", "here", "new"))
+    for folder in (environment, here, new):
+        folder.mkdir()
+    (environment / bake.OWNERS).write_text(f"/its/own/project\n/gone\n{here}\n")
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    for _ in range(2):
+        bake.share_environment(new)
+        assert (environment / bake.OWNERS).read_text().splitlines() == ["/its/own/project", str(here), str(new)]
+    assert (new / ".venv").readlink() == environment
