@@ -1,6 +1,7 @@
 """What a verb tells the jobs that it submits. Imports little, because every worker process of a job reads it first."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 
@@ -38,7 +39,12 @@ class JobContext:
     @classmethod
     def current(cls) -> "JobContext":
         """Return what this process was told."""
-        return cls(**{field.name: os.environ.get(field.name.upper()) for field in fields(cls)})
+        return cls.from_variables(os.environ)
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str]) -> "JobContext":
+        """Return what environment variables say."""
+        return cls(**{field.name: variables.get(field.name.upper()) for field in fields(cls)})
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables."""

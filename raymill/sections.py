@@ -121,7 +121,11 @@ def declared_in(job: str) -> list[Entry]:
     for call in calls:
         if ast.unparse(call.func).rpartition(".")[2] == "Job" and len(call.args) > 1:
             kind, *names = map(ast.unparse, call.args)
-            found.append(Entry(_full_name(module, kind, classes, imported), tuple(map(ast.literal_eval, names))))
+            if not (full := _full_name(module, kind, classes, imported)):
+                raise UserError(
+                    f"{_file(module)} line {call.lineno}: the class {kind} is not in this file. Import it by its name"
+                )
+            found.append(Entry(full, tuple(map(ast.literal_eval, names))))
     return found
 
 

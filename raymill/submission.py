@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ray.job_submission import JobDetails, JobStatus
 
-from raymill import job_output, job_scripts, settings, targets
+from raymill import job_output, job_scripts, settings
 from raymill.errors import UserError
 from raymill.job_client import JobClient, Unreachable, is_submitted, owner, user
 from raymill.job_context import JobContext
@@ -55,7 +55,7 @@ class LocalRaySection(UploadSection):
     object_store_mib: int
 
 
-def _load_upload(profile: str) -> UploadSection:
+def _load_upload(profile: str | None) -> UploadSection:
     if profile == "local":
         return settings.load(LocalRaySection, "ray", profile=profile)
     return settings.load(UploadSection, "ray", profile=profile)
@@ -69,7 +69,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
             accept the job.
     """
     job_scripts.find(job)
-    profile = targets.profile(connection.target)
+    profile = JobContext.from_variables(connection.job_variables).profile
     check_size(_load_upload(profile).working_dir_mib)
     secret_names = settings.load(SecretsSection, "secrets", profile=profile).names
     runtime_env = {

@@ -12,7 +12,7 @@ from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
 from raymill import job, settings
-from raymill.data import preprocessing, row_dataset, row_sources
+from raymill.data import preprocessing, row_dataset, row_formats, row_sources
 from raymill.data.options import PreprocessOptions
 from raymill.data.packing import pack
 from raymill.data.row_sources import RowSource
@@ -44,7 +44,8 @@ def find_input(model: str) -> StreamInput:
     """Return the rows of [preprocess], in the formats of jobs/preprocess.py, with the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
     embeddings = text_config(preflight.load_config(model)).vocab_size
-    sources = row_sources.find_all(options.input, options.mix, job.load("preprocess").FORMATS)
+    formats = getattr(job.load("preprocess"), "FORMATS", row_formats.FORMATS)  # missing in scripts of older versions
+    sources = row_sources.find_all(options.input, options.mix, formats)
     return StreamInput(sources, DocumentTokenizer.from_options(options, model), embeddings)
 
 

@@ -39,9 +39,9 @@ class Hooks(NamedTuple):
 
     @classmethod
     def of_job(cls) -> "Hooks":
-        """Return the functions in jobs/serve_llm.py."""
+        """Return the functions in jobs/serve_llm.py. A script of an older version has none."""
         script = job.load("serve_llm")
-        return cls(tuple(script.CHECKS), tuple(script.LOGGERS))
+        return cls(*(tuple(getattr(script, name, ())) for name in ("CHECKS", "LOGGERS")))
 
 
 async def check(request: ApiRequest, checks: Iterable[Check]) -> None:

@@ -121,7 +121,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 def connection(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> Connection:
     monkeypatch.setattr(job_client, "TIMEOUTS_S", (2, 2))
     return Connection(
-        dashboard=f"http://127.0.0.1:{server.server_port}", headers={}, job_variables={}
+        dashboard=f"http://127.0.0.1:{server.server_port}", headers={}, job_variables={"PROFILE": "local"}
     )
 
 

@@ -200,6 +200,8 @@ def test_a_job_of_ones_own_declares_its_section(tmp_path: Path, monkeypatch: pyt
         error(tmp_path, text) == "settings.toml line 2, key mine.row: no such key. Did you mean rows? Correct that line"
     )
     change(script + 'JOB = job.Job(Option, "train", "mine")\n')
+    assert "mine.py line 5: the class Option is not in this file. Import it by its name" in error(tmp_path, text)
+    change("from raymill.settings import Other\nJOB = job.Job(Other, 'mine')\n")
     assert "there is no such class" in error(tmp_path, text)
     change(script + "JOB = (\n")
     assert "mine.py line 5 is not valid Python" in error(tmp_path, text)
