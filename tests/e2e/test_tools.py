@@ -536,7 +536,7 @@ def install(environment: Path, package: str) -> Path:
 def run_client(client: str, environment: Path, variables: dict[str, str]) -> dict[str, str]:
     """Install a client, run its script, and return the outcome of each feature."""
     python = install(environment, CLIENTS[client])
-    script = settings.PROJECT / "tests" / "clients" / f"{client}_client.py"
+    script = Path(__file__).parents[1] / "clients" / f"{client}_client.py"
     ended = subprocess.run([python, script], env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
