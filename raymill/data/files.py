@@ -224,7 +224,7 @@ def check_splits(source: InputFiles) -> None:
     """Print which files look like a test split. A file that the input names itself is never one.
 
     Raises:
-        UserError: the input has a train split beside the test split.
+        UserError: the input has both a train split and a test split.
     """
     if source.name.endswith(source.files[0].path):
         return
@@ -237,7 +237,7 @@ def check_splits(source: InputFiles) -> None:
     some = f"{first} and {len(tests) - 1:,} more files" if len(tests) > 1 else str(first)
     if trains:
         raise UserError(
-            f"{source.name} has {some}, which looks like a test split beside the train split; pass --input "
+            f"{source.name} has both a train split and what looks like a test split ({some}); pass --input "
             f"{_uri(source, _pattern(trains, tests))}, and to train on both, add the other files with --mix INPUT=1."
         )
     print(printable(f"note: {source.name}: trains on {some}, which looks like a test split"), flush=True)

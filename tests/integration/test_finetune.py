@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import ray
 import torch
 from processes import children
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayTaskError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp, preprocess
 from raymill import settings
-from raymill.data import row_sources, streaming
+from raymill.data import preprocessing, row_sources, streaming
 from raymill.data.options import PreprocessOptions
+from raymill.data.row_formats import FORMATS, Format
 from raymill.data.tokenization import DocumentTokenizer
 from raymill.errors import UserError
 from raymill.training import launch
@@ -202,6 +205,34 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
     tokenizer = AutoTokenizer.from_pretrained(_folder(options) / "model")
     assert len(tokenizer) == _model(options).config.vocab_size
+
+
+def _returns_a_row(row: Mapping[str, Any]) -> Any:
+    return {"messages": []}
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize(
+    ("embeddings", "tokenizing", "reader", "sentence"),
+    [
+        (300, {}, None, "the rows contain the token .* only for ids below 300"),
+        (10**6, {"overlong": "error"}, None, "a conversation has more than sequence_length = 8 tokens"),
+        (10**6, {}, _returns_a_row, "the reader of the format mine returns dict; return a Conversation"),
+    ],
+)
+def test_an_error_in_a_stream_is_one_sentence(
+    embeddings: int, tokenizing: dict[str, Any], reader: Any, sentence: str, assets: Path
+) -> None:
+    formats = (Format("mine", (("messages",),), (), reader), *FORMATS) if reader else FORMATS
+    sources = row_sources.find_all(str(assets / "data/*.jsonl"), (), formats)
+    length = 8 if tokenizing else 128
+    tokenizer = DocumentTokenizer(str(assets / "model"), length, **tokenizing)
+    with pytest.raises(RayTaskError) as raised:
+        streaming.dataset(streaming.StreamInput(sources, tokenizer, embeddings)).materialize()
+    explained = preprocessing.explain(raised.value)
+    assert isinstance(explained, UserError)
+    assert re.match(sentence, str(explained))
+    assert "\n" not in str(explained)
 
 
 @pytest.mark.nightly  # because it takes 50 s
