@@ -176,7 +176,7 @@ def one_ray(cpus: int | None = None) -> Iterator[None]:
 
     own = settings.load(LocalRaySection, "ray")
     temp = tempfile.mkdtemp(prefix="ray-bench-")  # short, because a socket path may have at most 107 bytes
-    os.environ |= haproxy.environment(temp, *free_ports(1))
+    os.environ |= haproxy.variables(temp, *free_ports(1))
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # state tracking needs the dashboard, which is not started
     try:
         ray.init(

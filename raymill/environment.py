@@ -163,12 +163,12 @@ def find_uv() -> str:
     return uv
 
 
-def _run(command: list[str], variables: dict[str, str], folder: str | None = None, unset: tuple[str, ...] = ()) -> None:
+def _run(command: list[str], changes: dict[str, str], folder: str | None = None, unset: tuple[str, ...] = ()) -> None:
     # DS_BUILD_OPS=0: DeepSpeed compiles the one operator it needs on first use, instead of all of them now
-    environment = os.environ | {"DS_BUILD_OPS": "0"} | variables
+    variables = os.environ | {"DS_BUILD_OPS": "0"} | changes
     for name in ("VIRTUAL_ENV", *unset):
-        environment.pop(name, None)
-    if subprocess.run(command, cwd=folder, env=environment).returncode:
+        variables.pop(name, None)
+    if subprocess.run(command, cwd=folder, env=variables).returncode:
         sys.exit(
             f"error: `{' '.join(command[1:3])}` failed; its message is above. Fix the cause, then run the verb again."
         )

@@ -95,7 +95,7 @@ def prepare_ray() -> None:
         atexit.register(shutil.rmtree, private, ignore_errors=True)
         os.environ[PRIVATE_FOLDER] = private
     if "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ:
-        os.environ |= haproxy.environment(os.environ[PRIVATE_FOLDER])
+        os.environ |= haproxy.variables(os.environ[PRIVATE_FOLDER])
 
 
 def parse(options_type: type[Options], *sections: str) -> Options:

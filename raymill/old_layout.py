@@ -22,6 +22,7 @@ RENAMED = {
     "raymill.emulator.slow_ends": "raymill.emulator.consistency",
     "raymill.evaluation.results": "raymill.evaluation.evaluation",
     "raymill.evaluation.stopping": "raymill.evaluation.scoring",
+    "raymill.fit": "raymill.fake_gpu.fit",
     "raymill.rag.cross_encoder": "raymill.rag.retrieval",
     "raymill.ray_support.gpu_section": "raymill.ray_support.aws_sections",
     "raymill.ray_support.ray_data": "raymill.ray_support.ray_logging",
@@ -38,6 +39,7 @@ RENAMED = {
     "raymill.serving.metrics_middleware": "raymill.serving.accounting",
     "raymill.serving.placement": "raymill.serving.preflight",
     "raymill.training.data_report": "raymill.training.report",
+    "raymill.training.runtimes.fake_gpu": "raymill.fake_gpu.measurement",
     "raymill.training.strategies": "raymill.training.strategy",  # DDP is in raymill.training.ddp
 }
 """Modules that got another name, or became a part of another one, when they moved into raymill/."""

@@ -125,11 +125,11 @@ def plan(context: Context, model: str, target: str = "local", write: bool = Fals
 @verb("job", job=f"one of: {', '.join(job_scripts.fine_tuning())}")
 def fit(context: Context, job: str) -> None:
     """Measure the GPU memory of a fine-tuning job on a fake GPU, without AWS. Job options come after --."""
-    from raymill import fit as cluster_fit
+    from raymill.fake_gpu import fit as fake_gpu_fit
 
     options = _job_options()
     if job_scripts.check(job, options, "cluster"):
-        cluster_fit.fit(job, options, CONSOLE)
+        fake_gpu_fit.fit(job, options, CONSOLE)
 
 
 @verb(**OWNER, **TARGET)
@@ -286,9 +286,9 @@ def _submit(job: str, verbose: bool, target: str) -> None:
     if not job_scripts.check(job, options, targets.profile(target)):
         return  # the job has printed its help
     if target == "aws" and job in job_scripts.fine_tuning():
-        from raymill import fit as cluster_fit
+        from raymill.fake_gpu import fit as fake_gpu_fit
 
-        print(cluster_fit.last_result(job, options), flush=True)
+        print(fake_gpu_fit.last_result(job, options), flush=True)
     from raymill import submission  # imports Ray
 
     connection = targets.get(target).connect()

@@ -33,7 +33,7 @@ import skeleton
 skeleton.enter()
 from raymill.serving import haproxy
 
-os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variables; ray_session sets the real folder
+os.environ |= haproxy.variables("/")  # `import ray.serve` reads these variables; ray_session sets the real folder
 
 from raymill import environment, network, settings
 from raymill.aws import identity
@@ -165,7 +165,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[N
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
     secrets_file.write_text(f"SERVE_API_KEY=canary-{token_hex(16)}\n")
     os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY", "TMPDIR": temp}
-    os.environ |= haproxy.environment(temp, *free_ports(1))
+    os.environ |= haproxy.variables(temp, *free_ports(1))
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
     core.init(
         temp,

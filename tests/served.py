@@ -38,7 +38,7 @@ transforms = sys.modules["torchvision.transforms"]
 """A stand-in, because torchvision has no build for this build of torch. For text, vLLM only imports it."""
 
 
-def environment(scratch: Path) -> dict[str, str]:
+def variables(scratch: Path) -> dict[str, str]:
     """Return the environment variables of a process that imports vLLM's composite models."""
     (scratch / "torchvision").mkdir(parents=True)
     (scratch / "torchvision" / "__init__.py").write_text(TORCHVISION)
@@ -49,7 +49,7 @@ def prompt_logprobs(folder: Path, ids: list[int], scratch: Path, **arguments: ob
     """Return the log-probability of each token of a prompt but the first. `arguments` are vLLM's."""
     done = subprocess.run(
         [sys.executable, "-c", LOGPROBS, str(folder), json.dumps(arguments), json.dumps(ids)],
-        env=environment(scratch),
+        env=variables(scratch),
         cwd=scratch,
         capture_output=True,
         text=True,

@@ -27,7 +27,7 @@ NAMING = ("triton/backends/nvidia/driver.c", "vllm/third_party/pynvml.py", "torc
 
 def for_environment(environment: Path) -> Path:
     """Return the folder with the fake GPU for the packages of an environment. The first call builds it."""
-    sources = b"".join(file.read_bytes() for file in sorted(SOURCE.iterdir()) if file.is_file())
+    sources = b"".join(file.read_bytes() for file in (Path(__file__), *sorted(SOURCE.glob("*.[ch]"))))
     folder = environment / f"fake_gpu-{hashlib.sha256(sources).hexdigest()[:12]}"
     if not (folder / DRIVERS[-1]).exists():
         (site_packages,) = environment.glob("lib/python*/site-packages")

@@ -9,7 +9,7 @@ from typing import Any
 import requests
 from ray.job_submission import JobStatus
 
-from raymill import environment as project_environment
+from raymill import environment
 from raymill.console import Console
 from raymill.errors import UserError
 from raymill.job_client import PROBE_JOB, JobClient, Unreachable
@@ -40,24 +40,24 @@ def start(cluster: dict[str, Any], section: LocalRaySection) -> subprocess.Popen
         f"--object-store-memory={section.object_store_mib * 2**20}",
         f"--temp-dir={cluster['temp']}/ray",  # a subfolder, because Ray gives all users access to its temp folder
     ]
-    _, sources = project_environment.package_sources(project_environment.pip_settings())
-    environment = (
+    _, sources = environment.package_sources(environment.pip_settings())
+    variables = (
         os.environ
         | sources
         | {  # `quantize` installs packages with uv
-            "UV": project_environment.find_uv(),
+            "UV": environment.find_uv(),
             processes.MARK: cluster["id"],
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # with one node, Ray then binds its ports to loopback
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(state.TOKEN_FILE),
-            **haproxy.environment(cluster["temp"], proxy),
+            **haproxy.variables(cluster["temp"], proxy),
             "TMPDIR": cluster["temp"],  # temporary files of jobs are private, and are deleted with the cluster
         }
     )
-    environment.pop("RAY_ADDRESS", None)
+    variables.pop("RAY_ADDRESS", None)
     with state.LOG_FILE.open("w") as log:
         return subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            command, env=variables, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
 

@@ -7,7 +7,7 @@ MAX_REQUEST_TIMEOUT_S = 3600
 """The largest `request_timeout_s`. HAProxy's processes and Ray's controller read it only when they start."""
 
 
-def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
+def variables(folder: str, fallback_port: int = 8500) -> dict[str, str]:
     """Return environment variables for every process of a Ray cluster, or none if HAProxy is not installed.
 
     Like vLLM, HAProxy is installed on Linux only. `folder` is for HAProxy's files and sockets. Serve's own proxy
@@ -49,5 +49,5 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
 
 
 if __name__ == "__main__":  # cluster.yaml runs this module, and exports what it prints
-    on_aws = environment("/tmp/haproxy") | {"SERVE_BEHIND_LOAD_BALANCER": "1"}
+    on_aws = variables("/tmp/haproxy") | {"SERVE_BEHIND_LOAD_BALANCER": "1"}
     print(*(f"{name}={value}" for name, value in on_aws.items()))

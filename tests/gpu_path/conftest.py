@@ -12,7 +12,8 @@ import pytest
 from published_models import MODELS
 from transformers import PreTrainedConfig
 
-from raymill import fit, settings
+from raymill import settings
+from raymill.fake_gpu import fit
 from raymill.instance_types import INSTANCE_TYPES
 
 Run = Callable[..., str]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from published_models import MODELS
 
-from raymill import fit
+from raymill.fake_gpu import fit
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.planner import memory
 from raymill.planner.memory import GIB, METHODS, Method, Training

@@ -34,7 +34,7 @@ from raymill.serving.hooks import Hooks
 from raymill.serving.options import ModelsOptions, ServeOptions
 from raymill.serving.rate_limits import RequestLimits
 
-pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
+pytestmark = pytest.mark.skipif(not haproxy.variables("/"), reason="HAProxy is installed on Linux only")
 
 LIMITS = RequestLimits(per_minute=1000, at_once=10, max_body=1000, timeout_s=90)
 SERVES_DEFAULT_S = 20

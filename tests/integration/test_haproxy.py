@@ -36,7 +36,7 @@ from raymill.ray_support.private import http
 from raymill.serving import haproxy
 from raymill.serving.options import ServeOptions
 
-pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
+pytestmark = pytest.mark.skipif(not haproxy.variables("/"), reason="HAProxy is installed on Linux only")
 
 START_S = 60
 LISTENS = "x-request-disconnect-disabled"
@@ -114,7 +114,7 @@ class Proxy:
     /routed. /empty has no replica yet, so its requests go to Serve's proxy.
     """
 
-    def __init__(self, folder: Path, replica: Replica, broken: int, **environment: str) -> None:
+    def __init__(self, folder: Path, replica: Replica, broken: int, **changes: str) -> None:
         folder.mkdir()
         self.port, gone = free_ports(2)
         config = HAProxyConfig(
@@ -152,7 +152,7 @@ class Proxy:
         self.config = Path(file)
         self.processes: list[subprocess.Popen] = []
         """The current process, and those of earlier configurations that still run, oldest first."""
-        self._environment = os.environ | haproxy.environment(str(folder)) | environment
+        self._variables = os.environ | haproxy.variables(str(folder)) | changes
         self._start()
         self.client = httpx2.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=START_S)
         wait_for(lambda: self._status("/app/v1/models") == 200 and self._status("/gone/") == 503)
@@ -164,8 +164,8 @@ class Proxy:
 
     def _start(self, *arguments: str) -> None:
         self.writer._generate_config_file_internal()
-        command = [self._environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(self.config), *arguments]
-        self.processes.append(subprocess.Popen(command, env=self._environment))
+        command = [self._variables["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(self.config), *arguments]
+        self.processes.append(subprocess.Popen(command, env=self._variables))
 
     def reload(self) -> None:
         """Start another process as Ray does when the replicas change. The old ones finish their requests."""
@@ -372,15 +372,15 @@ def test_old_processes_do_not_pile_up(tmp_path: Path) -> None:
     config.parent.mkdir()
     config.touch()
     newest, *oldest_first = olds = [subprocess.Popen(["sleep", f"{START_S}"]) for _ in range(53)]
-    environment = os.environ | haproxy.environment(str(tmp_path)) | {"HAPROXY": "/bin/true"}
-    command = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-dR"]
+    variables = os.environ | haproxy.variables(str(tmp_path)) | {"HAPROXY": "/bin/true"}
+    command = [variables["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-dR"]
     pids = [str(each.pid) for each in olds]
-    subprocess.run([*command, "-sf", *pids, "-x", "socket"], env=environment, check=True)
+    subprocess.run([*command, "-sf", *pids, "-x", "socket"], env=variables, check=True)
     ended = oldest_first[:3]
     assert [each.wait(START_S) for each in ended] == [-signal.SIGTERM] * 3
     kept = [newest, *oldest_first[3:]]
     assert [each.poll() for each in kept] == [None] * 50
-    subprocess.run([*command, "-sf", *(str(each.pid) for each in kept), "-x", "socket"], env=environment, check=True)
+    subprocess.run([*command, "-sf", *(str(each.pid) for each in kept), "-x", "socket"], env=variables, check=True)
     assert [each.poll() for each in kept] == [None] * 50
     for each in kept:
         each.kill()

@@ -93,6 +93,6 @@ def test_ray_passes_the_corrections_to_vllm() -> None:
 )
 def test_mistral_3_can_be_imported(module: str, error: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"import {module}"]
-    done = subprocess.run(command, env=served.environment(tmp_path), capture_output=True, text=True)
+    done = subprocess.run(command, env=served.variables(tmp_path), capture_output=True, text=True)
     assert error in done.stderr
     assert bool(error) == bool(done.returncode)

@@ -134,12 +134,12 @@ def test_a_control_store_that_does_not_answer_is_asked_again(
 
 
 @pytest.mark.nightly  # because it takes two minutes
-@pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
+@pytest.mark.skipif(not haproxy.variables("/"), reason="HAProxy is installed on Linux only")
 def test_a_spot_notice_stops_no_service_early_and_cuts_no_answer_without_a_word(tmp_path: Path) -> None:
     """A process of its own runs `main`, because other tests have connected this one to another cluster."""
     (tmp_path / ".env").write_text(f"SERVE_API_KEY={KEY}\n")
     with tempfile.TemporaryDirectory(prefix="ray-test-") as folder:  # short, because of the paths of sockets
-        variables = os.environ | haproxy.environment(folder, *free_ports(1))
+        variables = os.environ | haproxy.variables(folder, *free_ports(1))
         variables |= {"SECRETS_FILE": f"{tmp_path}/.env", "PYTHONPATH": f"{settings.PROJECT}", "TMPDIR": folder}
         subprocess.run([sys.executable, __file__], cwd=settings.PROJECT, env=variables, check=True, timeout=400)
 

@@ -31,7 +31,7 @@ from raymill.serving.model_router import ModelRouter
 from raymill.serving.options import ModelsOptions, ServeOptions
 from raymill.serving.routing_state import CANARY, ROOT, Reporter
 
-pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
+pytestmark = pytest.mark.skipif(not haproxy.variables("/"), reason="HAProxy is installed on Linux only")
 
 PATHS = {ROOT: "own", "/models/sql": "sql", CANARY: "own"}
 START_S = 120

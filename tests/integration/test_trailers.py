@@ -26,7 +26,7 @@ from raymill.serving.api_middleware import ApiMiddleware
 from raymill.serving.keys import ApiKeys
 from raymill.serving.rate_limits import RequestLimits
 
-pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
+pytestmark = pytest.mark.skipif(not haproxy.variables("/"), reason="HAProxy is installed on Linux only")
 
 TIMEOUT_S = 60
 PAUSE_S = 0.2  # long enough for the start of a request to arrive in a segment of its own

@@ -7,10 +7,11 @@ import pytest
 from invoke import Exit
 from rich.console import Console
 
-from raymill import fit, settings
+from raymill import settings
 from raymill.common import cluster_file, gpu_types
 from raymill.errors import UserError
-from raymill.fit import GIB, Gpu, Measured
+from raymill.fake_gpu import fit
+from raymill.fake_gpu.fit import GIB, Gpu, Measured
 from raymill.instance_types import INSTANCE_TYPES
 
 

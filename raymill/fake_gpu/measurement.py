@@ -1,7 +1,7 @@
 """Runs steps of a fine-tuning job on a fake GPU for `inv fit`, and reports how much memory they need.
 
-The fake GPU is in cluster/fake_gpu. Its kernels compute nothing, but torch allocates memory as on a real GPU. Weights
-are not read, rows are made up, and collectives return at once, because there are no other ranks.
+Its kernels compute nothing, but torch allocates memory as on a real GPU. Weights are not read, rows are made up, and
+collectives return at once, because there are no other ranks.
 """
 
 import ctypes
