@@ -297,8 +297,10 @@ def test_two_runs_at_once_leave_one_copy_of_each_chunk(
     write_rows(tmp_path / "rows.jsonl", [{"id": str(number), "text": f"text number {number}"} for number in range(40)])
     both = options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
     config = index.IndexConfig(both.model, both.chunk_tokens, both.chunk_overlap)
-    dimension = EmbeddingModelInfo(both.model).dimension
-    new_writer(Path(both.index), config, dimension)  # two runs that create an index fail anyway
+    model_info = EmbeddingModelInfo(both.model)
+    # transformers patches its classes while it loads a model, so two threads could leave them patched
+    monkeypatch.setattr(embed, "EmbeddingModelInfo", lambda model: model_info)
+    new_writer(Path(both.index), config, model_info.dimension)  # two runs that create an index fail anyway
     with ThreadPoolExecutor(2) as threads:
         errors = [run.exception() for run in [threads.submit(embed.main, both) for _ in range(2)]]
     rows = index.lancedb.connect(both.index).open_table(index.TABLE).to_arrow()
