@@ -47,13 +47,12 @@ def documented(page: str, mark: str) -> str:
     return code
 
 
-def hello() -> str:
-    """Return the script that jobs/__init__.py shows."""
+def hello() -> tuple[str, str]:
+    """Return the script that jobs/__init__.py shows, and its section of settings.toml."""
     example = ast.get_docstring(ast.parse((settings.PROJECT / "jobs" / "__init__.py").read_text(encoding="utf-8")))
     assert example
-    return textwrap.dedent(
-        "".join(line for line in example.splitlines(keepends=True)[1:] if line.startswith((" ", "\n")))
-    )
+    script, section = re.findall(r"(?:^(?:    .*)?\n)+", example.partition("\n")[2], re.MULTILINE)[:2]
+    return textwrap.dedent(script), textwrap.dedent(section)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +66,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         replaced = [number for number in replaced if not lines[number].startswith("JOB ")]
         lines[replaced[0] : replaced[-1] + 1] = [code]
         (folder / script).write_text("".join(lines), encoding="utf-8")
-    (folder / "jobs" / "hello.py").write_text(hello())
+    script, section = hello()
+    (folder / "jobs" / "hello.py").write_text(script)
     with (folder / "settings.toml").open("a") as file:
-        file.write('\n[hello]\nname = "Ada"\n[cluster.hello]\nname = "Grace"\n')
+        file.write(f'{section}\n[cluster.hello]\nname = "Grace"\n')
     tasks = (folder / "tasks.py").read_text()
     (folder / "tasks.py").write_text(tasks.replace("\nstart(", VERB, 1))
     cluster = (folder / "cluster" / "cluster.yaml").read_text(encoding="utf-8")
@@ -99,7 +99,11 @@ def test_a_row_format_of_ones_own_is_read_and_a_change_of_it_is_seen(
     project: Path, assets: Path, tmp_path: Path
 ) -> None:
     tickets = [{"ticket": f"Number {n} is broken", "reply": f"Replace {n}.", "title": "Help"} for n in range(30)]
-    asked = [{"question": "2+2?", "answer": "4"}, {"ticket": "No reply", "reply": None}, {"ticket": 5, "reply": "Five"}]
+    asked = [
+        {"question": "2+2?", "answer": "4"},
+        {"ticket": "No reply", "reply": " "},
+        {"ticket": "A number", "reply": 5},
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tickets + asked))
     arguments = ["-m", "jobs.preprocess", "--input", str(tmp_path), "--output", str(tmp_path / "packed")]
     arguments += ["--model", str(assets / "model"), "--max-bad-share", "0.5"]
@@ -108,11 +112,12 @@ def test_a_row_format_of_ones_own_is_read_and_a_change_of_it_is_seen(
     assert f"{tmp_path}: instructions and answers and tickets" in done.stdout
     made = json.loads((tmp_path / "packed" / "manifest.json").read_text())
     assert made["rows_rejected"] == 2
-    [reason] = [reason for reason in made["rejected_by_reason"] if "tickets" in reason]
-    assert "KeyError: 'title'" in reason
+    reasons = made["rejected_by_reason"]
+    assert "the reply is empty" in reasons
+    assert any("tickets" in reason and "AttributeError" in reason for reason in reasons)
     assert "nothing to do" in python(project, *arguments).stdout
     script = (project / "jobs" / "preprocess.py").read_text(encoding="utf-8")
-    changed = script.replace("{row['title']}: ", "", 1)
+    changed = script.replace("{row.get('title', 'Ticket')}: ", "", 1)
     removed = script.replace("FORMATS = (TICKETS, *row_formats.FORMATS)", "FORMATS = row_formats.FORMATS")
     options = settings.load(PreprocessOptions, "preprocess", profile="local").model_copy(
         update={"input": str(tmp_path), "output": str(tmp_path / "packed"), "model": str(assets / "model")}

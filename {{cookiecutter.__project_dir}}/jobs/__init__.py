@@ -26,6 +26,11 @@
 
     JOB.run(main)
 
-Its options are in `[hello]`, or `[local.hello]` and `[cluster.hello]`, of settings.toml. A misspelled key is an error
-in every verb. `inv submit hello -- --name Ada` overrides the section, and `-- --help` shows the options.
+Its options are in settings.toml, each option that has no default too:
+
+    [hello]
+    name = "Ada"
+
+[local.hello] and [cluster.hello] hold what differs between this machine and AWS. A misspelled key is an error in every
+verb. `inv submit hello -- --name Grace` overrides the section, and `-- --help` shows the options.
 '''
