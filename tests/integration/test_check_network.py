@@ -24,6 +24,7 @@ from raymill.training.runtimes import ray_train, torchrun
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_session")
 def test_two_workers_measure_their_network(capsys: pytest.CaptureFixture[str]) -> None:
     options = settings.load(NetworkOptions, "train", "check_network", profile="local")

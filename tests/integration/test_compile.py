@@ -114,7 +114,7 @@ def test_documents_of_other_lengths_compile_nothing(family: tuple[str, Seen, See
 
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("Qwen3", marks=pytest.mark.nightly)])
 def test_other_settings_compile_as_well(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = _write_model(name, tmp_path)
     eager, compiled = _run(_ddp(folder, **changes)), _run_compiled(folder, **changes)

@@ -66,7 +66,7 @@ def inputs(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.nightly)])
 def runs(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a trained run of each model, and with the logits of the model in training."""
     folder = tmp_path_factory.mktemp(request.param)

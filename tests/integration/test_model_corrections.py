@@ -87,7 +87,11 @@ def test_ray_passes_the_corrections_to_vllm() -> None:
     ("module", "error"),
     [
         # if this succeeds, vLLM does not need the correction
-        ("vllm.model_executor.models.mistral3", "cannot import name 'PixtralRotaryEmbedding'"),
+        pytest.param(
+            "vllm.model_executor.models.mistral3",
+            "cannot import name 'PixtralRotaryEmbedding'",
+            marks=pytest.mark.nightly,
+        ),
         (model_corrections.CLASSES["Mistral3ForConditionalGeneration"].partition(":")[0], ""),
     ],
 )

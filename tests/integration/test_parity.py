@@ -133,7 +133,7 @@ def own_alone(changes: dict[str, Any]) -> list[Row]:
 
 @pytest.mark.parametrize(
     "way",
-    ["fsdp", "zero3", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("ddp", "zero1", "zero2-offload"))],
+    ["fsdp", *(pytest.param(way, marks=pytest.mark.nightly) for way in WAYS if way != "fsdp")],
 )
 def test_a_users_loss_optimizer_and_learning_rate_work_with_each_strategy(
     way: str, own_alone: list[Row], alone: list[Row], changes: dict[str, Any]
@@ -180,7 +180,7 @@ def test_a_run_resumes_with_another_number_of_ranks(way: str, alone: list[Row], 
     _assert_close(rows, alone, ELASTIC)
 
 
-@pytest.mark.parametrize("way", BY_MACHINE)
+@pytest.mark.parametrize("way", ["fsdp", pytest.param("zero3", marks=pytest.mark.nightly)])
 def test_two_machines_agree_with_one_process(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     name = f"machines-{way}"
     rows = _spread(WAYS[way], 4, changes | BY_MACHINE[way] | {"name": name, "micro_batch_rows": 2}, machines=2)
@@ -216,9 +216,9 @@ def lora_alone(lora: dict[str, Any]) -> list[Row]:
 @pytest.mark.parametrize(
     ("way", "machines"),
     [
-        ("fsdp", 2),
         ("zero3", 1),
         pytest.param("fsdp", 1, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 2, marks=pytest.mark.nightly),
         pytest.param("zero3", 2, marks=pytest.mark.nightly),
     ],
 )

@@ -284,6 +284,7 @@ def test_unchanged_documents_are_not_embedded_again(embedded: EmbedOptions, caps
     assert summary(capsys) == f"documents: 0 new, 0 changed, 0 removed, {len(facts())} unchanged"
 
 
+@pytest.mark.nightly
 def test_two_runs_at_once_leave_one_copy_of_each_chunk(
     ray_session: None, options: EmbedOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +352,7 @@ def test_an_index_on_s3_gives_the_same_chunks(embedded: EmbedOptions, s3: str, e
     assert "No such file" in here[0][0].text
 
 
+@pytest.mark.nightly
 def test_documents_and_index_can_be_on_s3(
     ray_session: None, s3: str, options: EmbedOptions, capsys: pytest.CaptureFixture
 ) -> None:
@@ -728,6 +730,7 @@ class Louder(Generator):
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # replicas cannot import the tests
 
 
+@pytest.mark.nightly
 def test_a_served_model_answers_and_deployments_scale_independently(
     client: openai.OpenAI, embedded: EmbedOptions
 ) -> None:

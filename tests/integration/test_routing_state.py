@@ -150,6 +150,7 @@ def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address
     assert ask(address, "sql") == "/models/sql"
 
 
+@pytest.mark.nightly
 def test_a_stopped_app_disappears_at_once(address: str) -> None:
     wait_for(lambda: ask(address, "sql") == "/models/sql")
     with pytest.raises(UserError, match=r"a model named sql is already served.* inv models -- --end sql"):

@@ -93,6 +93,7 @@ def test_a_rank_holds_only_its_share(family: str, seen: dict[str, list[dict[str,
         assert rank["held"] == pytest.approx(rank["whole"] / RANKS, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_fsdp_keeps_no_full_tensors(tmp_path: Path) -> None:
     """If a file already has the requested dtype, transformers makes each shard a view of the full tensor."""
     AutoModelForCausalLM.from_config(FAMILIES["llama"], dtype=torch.float32).save_pretrained(tmp_path / "llama")
