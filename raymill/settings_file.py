@@ -5,6 +5,8 @@ from pathlib import Path
 
 import tomlkit
 
+from raymill import state_files
+
 
 def write(sections: Mapping[str, Mapping[str, float | bool | str]], file: Path) -> None:
     """Write the values that differ from those in effect. Keep the file's comments and order.
@@ -18,4 +20,4 @@ def write(sections: Mapping[str, Mapping[str, float | bool | str]], file: Path) 
         for key, value in values.items():
             if own.get(key, shared.get(key)) != value:  # type: ignore[union-attr]
                 own[key] = value  # type: ignore[index]
-    file.write_text(tomlkit.dumps(document), encoding="utf-8")
+    state_files.replace(file, tomlkit.dumps(document))

@@ -1,7 +1,13 @@
-"""Reads files that this project wrote earlier. A crash may have left a file empty, cut off or full of zeros."""
+"""Replaces files as a whole, and reads files that this project wrote earlier.
 
+A crash may have left a file empty, cut off or full of zeros.
+"""
+
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -13,6 +19,29 @@ T = TypeVar("T")
 
 class DamagedFile(UserError):
     """A file does not hold what was written."""
+
+
+def replace(file: Path, text: str) -> None:
+    """Replace the content of a file as a whole: no process reads half of it, and a full disk leaves the old content.
+
+    Several processes may do so at once. The file keeps its mode, and a link stays a link. Only this user can read a new
+    file.
+    """
+    file = file.resolve()
+    partial = partial_name(file)
+    mode = file.stat().st_mode if file.exists() else 0o600
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.chmod(mode)
+        partial.replace(file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def partial_name(file: Path) -> Path:
+    """Return where `replace` first writes the content: a name that no other process or thread uses."""
+    return file.with_name(f".{file.name}.{os.getpid()}-{threading.get_ident()}")
 
 
 def parse(content: str | bytes, kind: type[T]) -> T | None:

@@ -108,13 +108,11 @@ def read() -> Identity | None:
 
 
 def record(file: ClusterFile, owner: str) -> None:
-    """Record the cluster. The file is replaced at once, so that a full disk leaves the old one."""
+    """Record the cluster."""
     path = record_file()
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
     own = Identity(caller.ask(file).account, file.region, file.slug, owner)
-    partial.write_text(json.dumps(dataclasses.asdict(own)), encoding="utf-8")
-    partial.replace(path)
+    state_files.replace(path, json.dumps(dataclasses.asdict(own)))
 
 
 def forget() -> None:

@@ -6,12 +6,11 @@ import pwd
 import secrets
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raymill import settings
+from raymill import settings, state_files
 from raymill.common import bucket, instances
 from raymill.common.cluster_file import ClusterFile, target
 from raymill.errors import UserError
@@ -180,12 +179,12 @@ def write_config(head: SshHead, name: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     options = {"HostName": head.address, "User": head.user, **head.options()}
     lines = [f"Host {name}", *(f"    {option} {value}" for option, value in options.items())]
-    _replace(_file(name), "".join(f"{line}\n" for line in lines))
+    state_files.replace(_file(name), "".join(f"{line}\n" for line in lines))
     config = folder / "config"
     text = config.read_text(encoding="utf-8") if config.exists() else ""
     if _include(name) not in text.splitlines():
         # At the top: below a Host or Match line, it would apply only to that host. ssh_config(5)
-        _replace(config, f"{_include(name)}\n{text}")
+        state_files.replace(config, f"{_include(name)}\n{text}")
     return _file(name)
 
 
@@ -198,7 +197,7 @@ def remove_config(name: str) -> None:
     lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
     if kept := [line for line in lines if line.strip() != _include(name)]:
         if kept != lines:
-            _replace(config, "".join(kept))
+            state_files.replace(config, "".join(kept))
     elif lines:
         config.unlink()
 
@@ -214,16 +213,6 @@ def _file(name: str) -> Path:
 
 def _include(name: str) -> str:
     return f'Include "{_file(name)}"'
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replace the content of a private file as a whole, so that ssh never reads half of it. Follows links."""
-    file = file.resolve()
-    mode = file.stat().st_mode if file.exists() else 0o600
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as new:
-        new.write(text)
-    os.chmod(new.name, mode)
-    os.replace(new.name, file)
 
 
 MARK = "(from settings.toml)"

@@ -34,10 +34,8 @@ def read() -> dict[str, Any]:
 
 
 def write(state: dict[str, Any]) -> None:
-    """Replace the state file at once, so that a full disk leaves the old one."""
-    partial = STATE_FILE.with_suffix(".partial")
-    partial.write_text(json.dumps(state))
-    partial.replace(STATE_FILE)
+    """Replace the state file."""
+    state_files.replace(STATE_FILE, json.dumps(state))
 
 
 def create() -> dict[str, Any]:

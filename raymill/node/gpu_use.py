@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from raymill import state_files
 from raymill.common.cluster_file import target
 from raymill.node import notices, state
 
@@ -71,9 +72,7 @@ def record() -> None:
 def _save(lines: list[str], uses: list[dict[str, Any]]) -> None:
     with FILE.open("a") as table:
         table.write(("" if table.tell() else HEADER) + "".join(f"{line}\n" for line in lines))
-    partial = LAST_FILE.with_suffix(".partial")
-    partial.write_text(json.dumps(uses))
-    partial.replace(LAST_FILE)  # so that log_shipping never reads half a file
+    state_files.replace(LAST_FILE, json.dumps(uses))
 
 
 def last() -> list[dict[str, Any]]:

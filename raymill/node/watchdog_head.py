@@ -14,13 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from raymill import state_files
 from raymill.common import aws_session, bucket, cluster_file, instances, limits, remaining_costs
 from raymill.common.cluster_file import ClusterFile
 from raymill.common.instances import Instance
@@ -249,7 +249,7 @@ def write_limits(max_workers: dict[str, int]) -> None:
     for name in changed:
         types[name]["max_workers"] = max_workers[name]
     if changed:
-        _replace(RAY_CONFIG, json.dumps(config))
+        state_files.replace(RAY_CONFIG, json.dumps(config))
 
 
 def end_cluster(file: ClusterFile, reason: str) -> None:
@@ -299,17 +299,10 @@ def _try(failure: str, step: Callable[[], None]) -> None:
 def _save(current: dict[str, Any]) -> None:
     """Save the state, on the disk or, if it is full, in memory."""
     try:
-        _replace(state.STATE_FILE, json.dumps(current))
+        state_files.replace(state.STATE_FILE, json.dumps(current))
     except OSError as error:
         log.warning("the state is only kept in memory: %s", error)
-        _try("the state was not saved", lambda: _replace(state.STATE_WITHOUT_DISK, json.dumps(current)))
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replace the file's text at once, so that no reader sees half of it."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(file)
+        _try("the state was not saved", lambda: state_files.replace(state.STATE_WITHOUT_DISK, json.dumps(current)))
 
 
 def _seconds(log_time: str) -> float:

@@ -238,6 +238,7 @@ def test_a_third_run_has_nothing_to_do(made: KilledRuns, capsys: pytest.CaptureF
     assert f"{len(BAD)} rows were bad." in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_changed_row_is_answered_again(made: KilledRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(made.options.input, tmp_path / "in")
     shutil.copytree(made.options.output, tmp_path / "out")

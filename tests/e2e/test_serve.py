@@ -883,6 +883,7 @@ ALIKE: dict[str, tuple[dict[str, Any], dict[str, str], int]] = {
 }
 
 
+@pytest.mark.nightly
 class TestRag:
     """`serve_rag` with the served model."""
 
@@ -967,6 +968,7 @@ class TestRag:
         return end, chunks[0]["delta"], chunks[-1]["finish_reason"]
 
 
+@pytest.mark.nightly
 def test_vllms_load_generator_works(served: ServeOptions, tmp_path: Path) -> None:
     command = [Path(sys.executable).with_name("vllm"), "bench", "serve", "--backend=openai-chat"]
     command += [f"--base-url={served.root}", "--endpoint=/v1/chat/completions", "--model=tiny"]
@@ -1638,6 +1640,7 @@ def test_adapters_are_served_by_the_runs_name_without_a_restart(client: openai.O
     wait_for_models(client, "tiny")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("updated")
 def test_a_batch_of_models_answers_as_each_does_alone(client: openai.OpenAI, model_folder: Path) -> None:
     """The base model and its adapters, in batches of every mix, have the log probabilities of transformers.

@@ -31,6 +31,7 @@ FOREIGN = {
 """Phrases from other programs, from jobs that the fault tests submit, and from code that they change."""
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 def test_a_cluster_handles_two_faults() -> None:
     """`./inv faults` runs all fault tests, which takes an hour."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import full_disk
 import packed_rows
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -368,10 +369,11 @@ def test_a_damaged_state_of_the_local_cluster_gives_one_sentence(
 def test_a_full_disk_keeps_the_state_of_the_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_state, "STATE_FILE", tmp_path / "local.json")
     local_state.write({"id": "0"})
-    (tmp_path / "local.partial").symlink_to("/dev/full")
+    full_disk.fill(monkeypatch, tmp_path / "local.json")
     with pytest.raises(OSError, match="No space left"):
         local_state.write({"id": "0", "session": 1})
     assert local_state.read() == {"id": "0"}
+    assert [file.name for file in tmp_path.iterdir()] == ["local.json"]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -171,7 +171,16 @@ def test_a_named_test_exists(page: str, name: str) -> None:
 def test_links_lead_to_existing_files(page: str) -> None:
     folder = (settings.PROJECT / page).parent
     text = (settings.PROJECT / page).read_text(encoding="utf-8")
-    assert not [link for link in re.findall(r"\]\(([^):]+)\)", text) if not (folder / link).exists()]
+    for link in re.findall(r"\]\(([^):]+)\)", text):
+        file, _, section = link.partition("#")
+        assert (folder / file).exists(), link
+        assert not section or section in sections((folder / file).read_text(encoding="utf-8")), link
+
+
+def sections(text: str) -> list[str]:
+    """Return the names that GitHub gives to the headings of a page in links."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_torchrun_needs_packed_rows_and_a_folder() -> None:

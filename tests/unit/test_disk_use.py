@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import full_disk
 import pytest
 
 from raymill import settings
@@ -90,8 +91,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for name in ("LEASE", "LAUNCHED"):
         monkeypatch.setattr(watchdog_head, name, tmp_path / name)
     watchdog_head.LAUNCHED.touch()
-    for name in ("watchdog.json", "ray.json"):
-        (tmp_path / Path(name).with_suffix(".partial")).symlink_to("/dev/full")
+    full_disk.fill(monkeypatch, tmp_path / "watchdog.json", tmp_path / "ray.json")
     monkeypatch.setattr(state, "STATE_FILE", tmp_path / "watchdog.json")
     monkeypatch.setattr(state, "STATE_WITHOUT_DISK", tmp_path / "memory.json")
     monkeypatch.setattr(watchdog_head, "RAY_CONFIG", tmp_path / "ray.json")
