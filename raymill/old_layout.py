@@ -39,7 +39,6 @@ RENAMED = {
     "raymill.serving.metrics_middleware": "raymill.serving.accounting",
     "raymill.serving.placement": "raymill.serving.preflight",
     "raymill.training.data_report": "raymill.training.report",
-    "raymill.training.runtimes.fake_gpu": "raymill.fake_gpu.measurement",
     "raymill.training.strategies": "raymill.training.strategy",  # DDP is in raymill.training.ddp
 }
 """Modules that got another name, or became a part of another one, when they moved into raymill/."""

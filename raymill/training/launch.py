@@ -18,9 +18,9 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
 
             torchrun.fit(options, make_strategy)
         elif JobContext.current().fit_report:
-            from raymill.fake_gpu import measurement
+            from raymill.training.runtimes import fake_gpu
 
-            measurement.fit(options, make_strategy)
+            fake_gpu.fit(options, make_strategy)
         else:
             from raymill.training.runtimes import ray_train
 
