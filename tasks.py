@@ -62,7 +62,7 @@ def demo(context: Context) -> None:
 
 @task(
     help={
-        "all": "also run the slow tests, with the emulated AWS and a browser: 36 minutes on 2 cores",
+        "all": "also run the slow tests, with the emulated AWS and a browser: 35 minutes on 2 cores",
         "nightly": "also run the slow and the nightly tests",
     }
 )
