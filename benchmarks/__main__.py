@@ -12,6 +12,7 @@ from benchmarks import report
 from benchmarks.harness import PEERS_PINS
 
 PARTS = {  # the quick ones first
+    "starts": "The demo: its processes, their imports, and where the time goes",
     "packing": "Packing: how much of the packed rows is padding?",
     "checkpoint": "Checkpoints: how long does each block training?",
     "downloads": "Downloads: how fast does a node copy a model from the bucket?",
