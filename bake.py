@@ -1,5 +1,6 @@
 """Generate projects for the template's verbs and tests, without questions, network access or the user's defaults."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -60,9 +61,14 @@ def share_environment(project: Path) -> None:
     owners = environment / OWNERS
     own, *others = owners.read_text(encoding="utf-8").splitlines()
     sharing = [one for one in others if one != str(project) and Path(one).is_dir()]
-    partial = owners.with_suffix(".partial")  # another `inv` removes an environment whose list has no project
+    partial = owners.with_suffix(f".{os.getpid()}")  # another `inv` removes an environment whose list has no project
     partial.write_text("".join(f"{one}\n" for one in (own, *sharing, project)), encoding="utf-8")
     partial.replace(owners)
+    uv, link = (folder / ".cluster" / "uv" for folder in (TEMPLATE, project))
+    if uv.is_dir() and not link.exists():  # `inv` has installed uv with this environment, and only here
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(uv)
 
 
 def files(project: Path) -> list[str]:

@@ -6,7 +6,7 @@ A crash may have left a file empty, cut off or full of zeros.
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,15 +24,19 @@ class DamagedFile(UserError):
 def replace(file: Path, text: str) -> None:
     """Replace the content of a file as a whole: no process reads half of it, and a full disk leaves the old content.
 
-    Several processes may do so at once. The file keeps its mode, and a link stays a link. Only this user can read a new
-    file.
+    Several processes may do so at once. The file keeps its mode and, if root replaces it, its owner. A link stays a
+    link. Only this user can read a new file.
     """
     file = file.resolve()
     partial = partial_name(file)
-    mode = file.stat().st_mode if file.exists() else 0o600
     try:
+        partial.touch(0o600)
         partial.write_text(text, encoding="utf-8")
-        partial.chmod(mode)
+        if file.exists():
+            old = file.stat()
+            with suppress(PermissionError):  # only root may give files to others
+                os.chown(partial, old.st_uid, old.st_gid)
+            partial.chmod(old.st_mode)
         partial.replace(file)
     except BaseException:
         partial.unlink(missing_ok=True)

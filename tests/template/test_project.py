@@ -160,8 +160,13 @@ def test_an_environment_lists_the_projects_that_share_it_but_not_those_that_are_
     for folder in (environment, here, new):
         folder.mkdir()
     (environment / bake.OWNERS).write_text(f"/its/own/project\n/gone\n{here}\n")
+    uv = tmp_path / "template" / ".cluster" / "uv" / "bin" / "uv"
+    uv.parent.mkdir(parents=True)
+    uv.touch()
+    monkeypatch.setattr(bake, "TEMPLATE", tmp_path / "template")
     monkeypatch.setattr(sys, "prefix", str(environment))
     for _ in range(2):
         bake.share_environment(new)
+        assert (new / ".cluster" / "uv" / "bin" / "uv").samefile(uv)
         assert (environment / bake.OWNERS).read_text().splitlines() == ["/its/own/project", str(here), str(new)]
     assert (new / ".venv").readlink() == environment

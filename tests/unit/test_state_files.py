@@ -13,8 +13,7 @@ from raymill import settings, settings_file, state_files
 def test_several_can_replace_a_file_at_once(tmp_path: Path) -> None:
     file, texts = tmp_path / "file", [str(number) * 10_000 for number in range(8)]
     with ThreadPoolExecutor(len(texts)) as threads:
-        for text in texts * 20:
-            threads.submit(state_files.replace, file, text)
+        list(threads.map(lambda text: state_files.replace(file, text), texts * 20))
     assert file.read_text() in texts
     assert list(tmp_path.iterdir()) == [file]
 

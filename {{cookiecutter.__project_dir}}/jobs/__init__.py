@@ -26,7 +26,7 @@
 
     JOB.run(main)
 
-Its options are in settings.toml, each option that has no default too:
+Its section in settings.toml, which needs each option that has no default:
 
     [hello]
     name = "Ada"
