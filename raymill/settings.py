@@ -158,6 +158,8 @@ def _first_error(error: ValidationError, section_type: type[Section], tables: li
     where = f"{file.name} line {line}, key {table}.{key}" if line else f"{file.name}, key {tables[-1]}.{key}"
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         return f"{where}: {no_such_key(key, section_type.model_fields)} Correct that line"
+    if first["type"] == "missing" and not line:
+        return f"{file.name}: the key {key} is missing. Add it to {' or '.join(f'[{table}]' for table in tables)}"
     return f"{where}: {message} (found {first['input']!r}). Correct that line" if line else f"{where}: {message}"
 
 

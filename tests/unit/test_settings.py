@@ -34,7 +34,7 @@ def test_the_profile_overrides_shared_values(tmp_path: Path) -> None:
     [
         ("[machine]\ncores = 1\n\n[local.machine]\ncores = 'two'\n", "settings.toml line 5, key local.machine.cores: "),
         ("[machine]\ncores = 1\ncoers = 2\n", "settings.toml line 3, key machine.coers: no such key"),
-        ("[machine]\nname = 'a'\n", "settings.toml, key local.machine.cores: Field required"),
+        ("[machine]\nname = 'a'\n", "settings.toml: the key cores is missing. Add it to [machine] or [local.machine]"),
         ("[machine]\ncores = \n", "settings.toml is not valid TOML: Invalid value (at line 2"),
     ],
 )
