@@ -127,6 +127,7 @@ def s3() -> Iterator[str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
+    boto3.DEFAULT_SESSION = None  # its clients may have another endpoint
     client, deadline = boto3.client("s3"), time.monotonic() + 60
     while True:
         try:
@@ -148,6 +149,7 @@ def aws_in_this_process(monkeypatch: pytest.MonkeyPatch, s3: str) -> Iterator[st
     server.start()
     host, port = server.get_host_and_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # its clients have another endpoint
     boto3.client("s3").create_bucket(Bucket="bucket")
     yield s3
     get_backend("s3")[DEFAULT_ACCOUNT_ID]["aws"].reset()

@@ -6,19 +6,26 @@ https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-role.html#cli-con
 """
 
 import contextlib
+import functools
 import getpass
 import logging
+import threading
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import boto3
 import botocore.session
 from botocore.config import Config
 from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import NoCredentialsError
+from botocore.loaders import Loader, create_loader
 from botocore.utils import JSONFileCache
 
 from raymill.errors import UserError
+
+_clients: WeakKeyDictionary[boto3.Session, dict[tuple[str, str], Any]] = WeakKeyDictionary()
+_creates = threading.Lock()  # threads may share clients, but a session must not create two at once
 
 
 class _Cache(JSONFileCache):
@@ -37,6 +44,7 @@ class _Cache(JSONFileCache):
 def start(region: str, config: Config | None = None) -> None:
     """Make boto3 use a new session. It assumes roles in this region. `config` is the default for its clients."""
     session = botocore.session.get_session()
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     session.set_config_variable("region", region)
     if config:
         session.set_default_client_config(config)
@@ -48,9 +56,12 @@ def start(region: str, config: Config | None = None) -> None:
 
 
 def client(service: Any, region: str) -> Any:  # Any, because boto3's types have an overload for each service's name
-    """Return a boto3 client for the named service."""
-    _session(region)
-    return boto3.client(service, region_name=region)
+    """Return the boto3 client for the named service. All callers share it, because creating one takes 30 ms or more."""
+    with _creates:
+        clients = _clients.setdefault(_session(region), {})
+        if (service, region) not in clients:
+            clients[service, region] = boto3.client(service, region_name=region)
+        return clients[service, region]
 
 
 def credentials(region: str) -> ReadOnlyCredentials:
@@ -58,6 +69,11 @@ def credentials(region: str) -> ReadOnlyCredentials:
     if found := _session(region).get_credentials():
         return found.get_frozen_credentials()
     raise NoCredentialsError
+
+
+@functools.cache  # it keeps what it has read: EC2's model alone has 1.5 MB
+def _loader(path: str | None) -> Loader:
+    return create_loader(path)
 
 
 def _session(region: str) -> boto3.Session:

@@ -1,17 +1,22 @@
 """A view of moto's EC2 instances for the other parts of the emulator, and the image that they start from."""
 
 import datetime
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moto.ec2.models import ec2_backends
+from moto.ec2.models.amis import Ami
 from moto.ec2.models.subnets import Subnet
 from moto.ssm.models import Parameter, ssm_backends
 
+# moto's own 1,300 images take 0.2 s per account and region, and would let launches start from images that are not here
+os.environ["MOTO_EC2_LOAD_DEFAULT_AMIS"] = "false"
+
 ACCOUNT = "123456789012"  # moto's default account
 OTHER_ACCOUNT = "210987654321"
-IMAGE = "ami-12c6146b"  # any of moto's images; hosts boot from host_image.py's image instead
+IMAGE = "ami-12c6146b"  # a stand-in for NVIDIA's; hosts boot from host_image.py's image
 # the SSM parameter with the image's id; moto lacks this parameter
 IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 
@@ -133,7 +138,11 @@ def internet_gateway(instance: MotoInstance) -> str:
 
 
 def publish_image(region: str, image: str, account: str = ACCOUNT) -> None:
-    """Make the image the latest one, to which cluster.yaml refers."""
+    """Add the image to the region, and make it the latest one, to which cluster.yaml refers."""
+    ec2: Any = ec2_backends[account][region]
+    ec2.amis[image] = Ami(
+        ec2, image, name="emulated", owner_alias="amazon", public=True, virtualization_type="hvm", architecture="x86_64"
+    )
     parameter = Parameter(
         account_id=account,
         name=IMAGE_PARAMETER,

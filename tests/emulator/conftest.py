@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
 import pytest
 
 from emulator.emulated_account import EmulatedAccount, serve
@@ -34,3 +35,4 @@ def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Emulate
 def no_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the S3 server of other tests in this process. Tests here use moto in this process, or set the endpoint."""
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # its clients may have that endpoint

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import boto3
 import pytest
 
 from raymill import settings
@@ -56,8 +55,7 @@ def test_the_load_balancer_forwards_requests_to_the_head(
     certificate = file.client("acm").request_certificate(DomainName="llm.example.org")["CertificateArn"]
     prepare_with(file, monkeypatch, certificate=certificate, clients="198.51.100.0/24")
     (balancer,) = balancers(file)
-    (image, *_) = boto3.client("ec2", file.region).describe_images()["Images"]
-    made = file.client("ec2").run_instances(ImageId=image["ImageId"], MinCount=1, MaxCount=1)
+    made = file.client("ec2").run_instances(ImageId=moto_instances.IMAGE, MinCount=1, MaxCount=1)
     head = made["Instances"][0]["InstanceId"]
     load_balancer.register(file, head)
     elb = file.client("elbv2")

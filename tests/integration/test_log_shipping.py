@@ -190,6 +190,7 @@ def test_while_s3_does_not_answer_nothing_is_lost(node: Node, monkeypatch: pytes
     node.log(LOG).write_text("step 1\n")
     with monkeypatch.context() as dead:
         dead.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_ports(1)[0]}")
+        dead.setattr(boto3, "DEFAULT_SESSION", None)
         dead.setenv("AWS_MAX_ATTEMPTS", "1")
         with pytest.raises(botocore.exceptions.EndpointConnectionError):
             shipper.ship()

@@ -63,7 +63,7 @@ GPU_TYPE = FILE.workers[-1].instance_type
 ZONE = f"{FILE.region}b"
 HOUR = 3600.0
 DAY = datetime.timedelta(days=1)
-NEWER_IMAGE = "ami-1e749f67"  # another one of moto's images
+NEWER_IMAGE = "ami-1e749f67"  # a later one
 QUIET: dict[str, Any] = {"watchdog": {"runs": True}, "autoscaler": 1, "at": 0.0, "session": "session_1"}
 QUIET |= {name: [] for name in ("nodes", "pending", "demands", "refused", "failed_setups")}
 """The status of a head on which nothing happens."""
