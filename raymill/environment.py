@@ -224,6 +224,16 @@ def pip_settings() -> dict[str, str]:
     return settings
 
 
+def compiled_kernels() -> dict[str, str]:
+    """Return variables that let all processes of this environment share the kernels that torch compiles for the CPU.
+
+    The default place is TMPDIR, which ends with the local cluster, so that vLLM would compile its seven kernels again
+    in each cluster. The precompiled header cannot be moved away from there. It takes 8 CPU seconds, which it does not
+    save: the kernels compile as fast without it.
+    """
+    return {"TORCHINDUCTOR_CACHE_DIR": f"{sys.prefix}/kernels", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+
+
 if __name__ == "__main__":
     try:
         install_pins()

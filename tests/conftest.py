@@ -40,6 +40,8 @@ from raymill.aws import identity
 from raymill.demo import assets as demo_assets
 from raymill.network import free_ports
 
+os.environ |= environment.compiled_kernels()
+
 # a shell may start these tests with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

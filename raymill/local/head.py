@@ -42,7 +42,8 @@ def start(cluster: dict[str, Any], section: LocalRaySection) -> subprocess.Popen
     ]
     _, sources = environment.package_sources(environment.pip_settings())
     variables = (
-        os.environ
+        environment.compiled_kernels()
+        | os.environ
         | sources
         | {  # `quantize` installs packages with uv
             "UV": environment.find_uv(),
