@@ -37,6 +37,11 @@ class JobContext:
     """If set, the job only checks its options. This is the command to show in messages."""
 
     @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of all variables."""
+        return [field.name.upper() for field in fields(cls)]
+
+    @classmethod
     def current(cls) -> "JobContext":
         """Return what this process was told."""
         return cls.from_variables(os.environ)

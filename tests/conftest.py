@@ -163,7 +163,8 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[N
     """Start one Ray instance with its own temp folder and secrets for all tests that need one."""
     import ray
 
-    from raymill.ray_support.private import core
+    from raymill.job_context import JobContext
+    from raymill.ray_support.private import core, forks
 
     temp = tempfile.mkdtemp(prefix="ray-test-")  # short, because a socket path may have at most 107 bytes
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
@@ -171,6 +172,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[N
     os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY", "TMPDIR": temp}
     os.environ |= haproxy.variables(temp, *free_ports(1))
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
+    fork_server = forks.start(temp, JobContext.names())
     core.init(
         temp,
         address="local",
@@ -181,5 +183,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[N
     )
     yield
     ray.shutdown()
+    if fork_server:
+        fork_server.communicate()
     del os.environ["TMPDIR"]
     shutil.rmtree(temp, ignore_errors=True)

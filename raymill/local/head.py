@@ -25,7 +25,8 @@ def start(cluster: dict[str, Any], section: LocalRaySection) -> subprocess.Popen
     """Run `ray start --block` in a new session, so that it outlives this verb. `cluster` is the cluster's state."""
     client, agent, agent_grpc, metrics, runtime_env, proxy = cluster["other_ports"]
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(sys.executable, "-m", "raymill.local.ray_start", cluster["temp"]),
+        *("start", "--head", "--block", "--disable-usage-stats"),
         "--node-ip-address=127.0.0.1",
         "--dashboard-host=127.0.0.1",
         f"--port={_port(cluster['address'])}",

@@ -1,0 +1,173 @@
+"""Forks Ray workers from one process that has imported what most of them need.
+
+A fork gets its environment after these imports. So the server refuses a worker if a variable that they may have read
+differs from its own. It must have no CUDA context, and no threads, which a fork would not have. OpenBLAS and jemalloc
+start theirs again in a fork.
+"""
+
+import argparse
+import array
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import shlex
+import signal
+import socket
+import sys
+import threading
+from typing import Any, NamedTuple
+
+
+def _python_path() -> list[str]:
+    folders = os.environ.get("PYTHONPATH", "")
+    return folders.split(os.pathsep) if folders else []
+
+
+del sys.path[: 1 + len(_python_path())]  # the folders of this program, and of PYTHONPATH
+PATHS = len(sys.path)
+
+import numpy as np
+import torch
+from ray._private import ray_constants, utils
+from ray._private.runtime_env.context import RuntimeEnvContext
+
+MODULES = (
+    "ray.data",
+    "ray.serve._private.controller",
+    "ray.serve._private.replica",
+    "ray.train.torch",
+    "ray.train.v2._internal.execution.controller",
+    "ray.train.v2._internal.execution.worker_group",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+HANDLED = {  # variables that these modules or Python read, but that `become` gives to a fork later
+    "OLDPWD",
+    "PWD",
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",  # Ray's program opens stdout and stderr again
+    "RAY_LOGGER_LEVEL",
+    "_",
+}
+LATE = {  # variables that no import reads
+    "RAY_ADDRESS",
+    "RAY_DATA_SHUFFLE_MAP_WORKER",
+    "RAY_DATA_SHUFFLE_REDUCE_WORKER",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "RAY_JOB_ID",  # Ray's C++ code reads it and the pid: see `start`
+    "RAY_LD_PRELOAD_ON_WORKERS",
+    "RAY_RAYLET_PID",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH",
+    "RAY_USAGE_STATS_ENABLED",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",
+    "RAY_worker_niceness",  # only the raylet needs it
+    "SPT_NOENV",
+    ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR,
+}
+
+
+class Request(NamedTuple):
+    """What Ray asked for, and the open files that the worker gets as its first ones."""
+
+    message: dict[str, Any]
+    files: array.array
+
+    @property
+    def context(self) -> RuntimeEnvContext:
+        return RuntimeEnvContext.deserialize(self._arguments[0].serialized_runtime_env_context or "{}")
+
+    @property
+    def command(self) -> list[str]:
+        """The program that Ray runs in a worker, and its arguments."""
+        return self._arguments[1]
+
+    @property
+    def folder(self) -> str:
+        match self.context.command_prefix:
+            case ["cd", quoted, "&&"]:
+                return shlex.split(quoted)[0]
+        return self.message["folder"]
+
+    @property
+    def _arguments(self) -> tuple[argparse.Namespace, list[str]]:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--serialized-runtime-env-context")
+        parser.add_argument("--language")
+        return parser.parse_known_args(self.message["arguments"])
+
+    def fits(self, late: set[str]) -> bool:
+        """Return whether a fork of this process can become this worker."""
+        context = self.context
+        if context.py_executable != sys.executable or context.override_worker_entrypoint or context.java_jars:
+            return False
+        if context.command_prefix and context.command_prefix[0] != "cd":
+            return False
+        wanted, own = self.message["variables"] | context.env_vars, dict(os.environ)
+        return all(wanted.get(name) == own.get(name) for name in (wanted.keys() | own.keys()) - late)
+
+
+def serve(path: str, late: set[str]) -> Request:
+    """Fork a process for each request, until the process that started this one ends. Return the request in its fork."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen(256)
+        while True:
+            ready, _, _ = select.select([server, sys.stdin], [], [])
+            if sys.stdin in ready:
+                sys.exit()
+            connection, _ = server.accept()
+            with connection:
+                _, [(_, _, files)], _, _ = connection.recvmsg(1, socket.CMSG_SPACE(12))
+                with connection.makefile("rb") as stream:
+                    request = Request(json.load(stream), array.array("i", files))
+                accepted = request.fits(late)
+                if accepted and not os.fork():
+                    return request
+                connection.sendall(b"1" if accepted else b"0")
+            for file in request.files:
+                os.close(file)
+
+
+def become(request: Request) -> None:
+    """Give this process all that a new process would have got from Ray, and run Ray's program for workers."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor, file in enumerate(request.files):
+        os.dup2(file, descriptor)
+        os.close(file)
+    if request.message["leads_group"]:
+        os.setpgid(0, 0)
+    os.nice(request.message["niceness"] - os.getpriority(os.PRIO_PROCESS, 0))
+    os.environ.clear()
+    os.environ |= request.message["variables"]
+    utils.update_envs(request.context.env_vars)
+    os.chdir(request.folder)
+    ray_constants.LOGGER_LEVEL = os.environ.get("RAY_LOGGER_LEVEL", "info")
+    np.random.seed()  # `random` does that itself; torch starts with the same seed in every process
+    set_variable = utils.set_omp_num_threads_if_unset
+
+    def set_threads() -> bool:
+        is_set = set_variable()
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read the variable on import
+        return is_set
+
+    utils.set_omp_num_threads_if_unset = set_threads
+    program = request.command[0]
+    sys.argv = request.command
+    first = len(sys.path) - PATHS  # Ray has put folders before the others
+    sys.path[first:first] = [os.path.dirname(program), *_python_path()]
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy the pages of all objects
+    assert threading.active_count() == 1, f"a fork would lack {threading.enumerate()}"
+    become(serve(sys.argv[1], HANDLED | LATE | set(sys.argv[2:])))
