@@ -146,8 +146,12 @@ def become(request: Request) -> None:
     os.environ |= request.message["variables"]
     utils.update_envs(request.context.env_vars)
     os.chdir(request.folder)
+    os.environ["PWD"] = request.folder  # as the shell does in which Ray starts workers
+    raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
+    threading.Thread(target=_end_with, args=[raylet], daemon=True).start()
     ray_constants.LOGGER_LEVEL = os.environ.get("RAY_LOGGER_LEVEL", "info")
-    np.random.seed()  # `random` does that itself; torch starts with the same seed in every process
+    np.random.seed()  # `random` does that itself
+    torch.seed()
     set_variable = utils.set_omp_num_threads_if_unset
 
     def set_threads() -> bool:
@@ -161,6 +165,12 @@ def become(request: Request) -> None:
     first = len(sys.path) - PATHS  # Ray has put folders before the others
     sys.path[first:first] = [os.path.dirname(program), *_python_path()]
     runpy.run_path(program, run_name="__main__")
+
+
+def _end_with(raylet: int) -> None:
+    """Exit when the raylet has ended. Ray would wait for the process whose pid its variable had on import."""
+    select.select([raylet], [], [])
+    os._exit(1)
 
 
 if __name__ == "__main__":

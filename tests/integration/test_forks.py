@@ -1,0 +1,171 @@
+"""Test that a worker that is a fork is like one that Ray starts, and ends with Ray."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from raymill import settings
+from raymill.network import free_ports
+from raymill.ray_support.private.forks import SOCKET
+
+READS = """
+import importlib, os, sys
+names, mapping = set(), type(os.environ)
+get = mapping.__getitem__
+mapping.__getitem__ = lambda self, name: (names.add(name), get(self, name))[1]
+import numpy, torch
+from raymill.ray_support.private.forks import server
+for name in server.MODULES:
+    importlib.import_module(name)
+print(*sorted(names & server.LATE))
+"""
+STARTS = """
+import os, sys, time
+import ray
+from raymill.ray_support.private import core, forks
+os.mkdir(sys.argv[1])
+server = forks.start(sys.argv[1], [])
+while not os.path.exists(os.environ[forks.SOCKET]):
+    time.sleep(0.1)
+core.init(sys.argv[1], address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+@ray.remote
+class Worker:
+    def pid(self): return os.getpid(), os.getppid()
+workers = [Worker.remote() for _ in range(2)]
+pids = ray.get([worker.pid.remote() for worker in workers])
+assert {parent for _, parent in pids} == {server.pid}
+print(server.pid, *(pid for pid, _ in pids), flush=True)
+time.sleep(600)
+"""
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+@ray.remote
+class Worker:
+    def describe(self) -> dict[str, Any]:
+        """Return all that a worker gets from the process that starts it."""
+        import torch
+
+        return {
+            "variables": dict(os.environ),
+            "folder": str(Path.cwd()),
+            "paths": sys.path,
+            "arguments": [argument for argument in sys.argv if "worker-id" not in argument and "time" not in argument],
+            "flags": repr(sys.flags),
+            "signals": [str(signal.getsignal(number)).partition(" at ")[0] for number in signal.valid_signals()],
+            "niceness": psutil.Process().nice(),
+            "session": os.getsid(0),
+            "leads": os.getpgid(0) == os.getpid(),
+            "files": {number: os.readlink(f"/proc/self/fd/{number}").rpartition(".")[2] for number in (0, 1, 2)},
+            "umask": os.umask(0o022),
+            "threads": torch.get_num_threads(),
+            "limits": Path("/proc/self/limits").read_text(),
+            "main": sys.modules["__main__"].__spec__,
+            "job": ray.get_runtime_context().get_job_id(),
+            "title": psutil.Process().cmdline()[0][:11],
+        }
+
+    def parent(self) -> str:
+        parent = psutil.Process().parent()
+        return " ".join(parent.cmdline()) if parent else ""
+
+    def random(self) -> dict[str, Any]:
+        import random
+        import uuid
+
+        import numpy as np
+        import torch
+
+        found = {"random": random.random(), "numpy": np.random.rand(), "torch": torch.initial_seed()}
+        return found | {"uuid": uuid.uuid4(), "object": ray.put(1).hex()}
+
+    def product(self) -> float:
+        """Use the threads of OpenMP and OpenBLAS, which a fork must start itself."""
+        import numpy as np
+        import torch
+
+        torch.set_num_threads(2)
+        return float((torch.ones(900, 900) @ torch.ones(900, 900)).sum()) + float((np.ones((900, 900)) ** 2).sum())
+
+
+@pytest.fixture(scope="module")
+def forked(ray_session: None) -> None:
+    """Wait until the server has imported everything."""
+    deadline = time.monotonic() + 60
+    while not Path(os.environ[SOCKET]).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def start(variables: dict[str, str], count: int = 1) -> list[Any]:
+    """Start workers. With a value that no other test has, Ray cannot reuse one."""
+    actor: Any = Worker
+    return [actor.options(num_cpus=1, runtime_env={"env_vars": variables}).remote() for _ in range(count)]
+
+
+def test_a_fork_is_like_a_worker_that_ray_starts(forked: None) -> None:
+    [fork], [other] = start({"RAY_ADDRESS": "x"}), start({"RAY_ADDRESS": "x", "ANY": "x"})
+    assert "forks/server.py" in ray.get(fork.parent.remote())
+    assert "raylet" in ray.get(other.parent.remote())
+    expected, found = ray.get([other.describe.remote(), fork.describe.remote()])
+    assert expected["variables"].pop("ANY") == "x"
+    assert found == expected
+
+
+def test_forks_have_their_own_random_numbers(forked: None) -> None:
+    workers = start({"RAY_ADDRESS": "y"}, 2)
+    first, second = ray.get([worker.random.remote() for worker in workers])
+    assert not [name for name in first if first[name] == second[name]]
+
+
+def test_a_fork_computes_with_all_its_threads(forked: None) -> None:
+    [worker] = start({"RAY_ADDRESS": "z"})
+    assert "forks/server.py" in ray.get(worker.parent.remote())
+    assert ray.get(worker.product.remote()) == 900**3 + 900**2
+
+
+@pytest.mark.parametrize("name", ["HF_HOME", "OMP_NUM_THREADS", "RAY_DATA_PUSH_BASED_SHUFFLE", "RAY_SERVE_LOG_LEVEL"])
+def test_a_variable_that_imports_may_read_gets_a_new_process(forked: None, name: str) -> None:
+    [worker] = start({name: "1"})
+    assert "raylet" in ray.get(worker.parent.remote())
+
+
+def test_imports_read_no_variable_that_a_fork_gets_later() -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("RAY", "SPT"))}
+    done = subprocess.run(
+        [sys.executable, "-c", READS], capture_output=True, text=True, cwd=settings.PROJECT, env=variables, check=True
+    )
+    assert done.stdout.split() == []  # but a copy of all variables, which reads those that are set
+
+
+@pytest.mark.parametrize("victim", ["starter", "raylet"])
+def test_forks_end_with_ray(victim: str) -> None:
+    folder = f"/tmp/forks-{free_ports(1)[0]}"  # short, because a socket path may have at most 107 bytes
+    starter = subprocess.Popen([sys.executable, "-c", STARTS, folder], stdout=subprocess.PIPE, text=True)
+    try:
+        assert starter.stdout
+        pids = [int(pid) for pid in starter.stdout.readline().split()]
+        assert len(pids) == 3
+        family = psutil.Process(starter.pid).children(recursive=True)
+        if victim == "raylet":
+            [raylet] = [process for process in family if process.name() == "raylet"]
+            raylet.kill()
+            pids = pids[1:]  # the server ends with the process that started Ray
+        else:
+            starter.kill()
+        deadline = time.monotonic() + 30
+        while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    finally:
+        starter.kill()
+        starter.wait()
+        psutil.wait_procs(family, 10)
