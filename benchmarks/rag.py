@@ -21,7 +21,7 @@ from raymill import settings
 from raymill.demo import assets
 from raymill.rag import index, ranking
 from raymill.rag.embedder import Embedder
-from raymill.rag.index import ScoredChunk
+from raymill.rag.answers import ScoredChunk
 from raymill.rag.options import RagOptions
 
 QUESTIONS = FOLDER / "rag_questions.jsonl"

@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import openai
 
 from raymill.rag import ranking
-from raymill.rag.index import ScoredChunk
+from raymill.rag.answers import AnswerEnd, AnswerPart, Failure, ScoredChunk, until
 from raymill.serving.errors import MODEL_NOT_FOUND
 from raymill.settings import inv
 
@@ -15,28 +15,6 @@ PROMPT = (
     "Answer only from the numbered sources below. After each statement, cite its source, as in [1]. "
     "If the sources do not contain the answer, say: I do not know.\n\n"
 )
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # for an answer that no model wrote
-
-
-class AnswerEnd(NamedTuple):
-    """The end of an answer: the reason why it ended, and the number of tokens used."""
-
-    finish_reason: str = "stop"
-    usage: dict[str, Any] = NO_USAGE
-
-
-class Failure(NamedTuple):
-    """The error that a client gets instead of an answer, or instead of the rest of an answer."""
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    retry_after: str | None = None
-
-
-AnswerPart = str | AnswerEnd | Failure
-"""The generator streams these to the ingress."""
 
 
 class Generator:
@@ -106,11 +84,6 @@ def _failure(error: openai.APIError) -> Failure:
     body = error.body if isinstance(error.body, dict) else {}
     message = str(body.get("message") or error.message)
     return Failure(error.status_code, message, error.param, error.code, error.response.headers.get("retry-after"))
-
-
-def until(text: str, stops: list[str]) -> str:
-    """Return the text up to the first stop sequence."""
-    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
 def numbered(sources: list[ScoredChunk]) -> str:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from lancedb.index import FTS, IvfFlat
 
 from raymill.errors import UserError
+from raymill.rag.answers import ScoredChunk
 from raymill.rag.documents import CHUNKS
 from raymill.settings import inv
 
@@ -36,14 +37,6 @@ class IndexConfig(NamedTuple):
     """The embedding model, as settings.toml names it."""
     chunk_tokens: int
     chunk_overlap: int
-
-
-class ScoredChunk(NamedTuple):
-    """A chunk and its relevance to a question."""
-
-    document: str
-    text: str
-    score: float
 
 
 class Writer:

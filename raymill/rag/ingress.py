@@ -17,8 +17,7 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_v
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from raymill.rag.generator import AnswerEnd, Failure, until
-from raymill.rag.index import ScoredChunk
+from raymill.rag.answers import AnswerEnd, Failure, ScoredChunk, until
 from raymill.ray_support.private import http
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving import accounting, validation

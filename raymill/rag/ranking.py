@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 
-from raymill.rag.index import ScoredChunk
+from raymill.rag.answers import ScoredChunk
 
 COSINE_WEIGHT = 0.75  # best on the tuning half of the questions of the template's benchmark
 STOP_WORDS = set(

@@ -12,8 +12,9 @@ from transformers.utils import logging
 
 from raymill.model_config import text_config
 from raymill.rag import ranking
+from raymill.rag.answers import ScoredChunk
 from raymill.rag.embedder import Embedder
-from raymill.rag.index import Reader, ScoredChunk
+from raymill.rag.index import Reader
 from raymill.ray_support import model_cache
 from raymill.training import weights_check
 

@@ -62,7 +62,7 @@ from raymill.emulator.waiting import slowdown, wait_for
 from raymill.errors import UserError
 from raymill.instance_types import INSTANCE_TYPES
 from raymill.rag import deployment, generator
-from raymill.rag.index import ScoredChunk
+from raymill.rag.answers import ScoredChunk
 from raymill.rag.options import RagOptions
 from raymill.ray_support import aws_sections, job_secrets
 from raymill.ray_support.private import serve as private_serve

@@ -38,10 +38,10 @@ from raymill import settings
 from raymill.demo import assets as demo_assets
 from raymill.errors import UserError
 from raymill.rag import deployment, documents, embedding, index, pipeline, problems, ranking
+from raymill.rag.answers import AnswerEnd, AnswerPart, ScoredChunk
 from raymill.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
 from raymill.rag.embedder import Embedder, EmbeddingModelInfo
-from raymill.rag.generator import AnswerEnd, AnswerPart, Generator
-from raymill.rag.index import ScoredChunk
+from raymill.rag.generator import Generator
 from raymill.rag.ingress import NO_ANSWER
 from raymill.rag.options import EvaluateRagOptions, RagOptions, Replicas
 from raymill.rag.pipeline import EmbeddingWorker

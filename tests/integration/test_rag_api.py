@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from raymill.rag.answers import ScoredChunk
 from raymill.rag.generator import PROMPT, Generator
-from raymill.rag.index import ScoredChunk
 from raymill.rag.ingress import MODEL, NO_ANSWER, Ingress
 from raymill.serving import accounting
 from raymill.serving.api_middleware import ApiMiddleware
