@@ -20,8 +20,8 @@ from jobs.embed import EmbedOptions
 from raymill import settings
 from raymill.demo import assets
 from raymill.rag import index, ranking
-from raymill.rag.embedder import Embedder
 from raymill.rag.answers import ScoredChunk
+from raymill.rag.embedder import Embedder
 from raymill.rag.options import RagOptions
 
 QUESTIONS = FOLDER / "rag_questions.jsonl"
