@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -130,6 +131,15 @@ def test_a_fork_computes_with_all_its_threads(forked: None) -> None:
     [worker] = start({"RAY_ADDRESS": "z"})
     assert "forks/server.py" in ray.get(worker.parent.remote())
     assert ray.get(worker.product.remote()) == 900**3 + 900**2
+
+
+@pytest.mark.parametrize("sent", [b"", b"\n", b"\n{"])
+def test_rude_clients_do_not_stop_the_server(forked: None, sent: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as connection, Path(os.devnull).open() as file:
+        connection.connect(os.environ[SOCKET])
+        socket.send_fds(connection, [sent], [file.fileno()])
+    [worker] = start({"RAY_ADDRESS": repr(sent)})
+    assert "forks/server.py" in ray.get(worker.parent.remote())
 
 
 @pytest.mark.parametrize("name", ["HF_HOME", "OMP_NUM_THREADS", "RAY_DATA_PUSH_BASED_SHUFFLE", "RAY_SERVE_LOG_LEVEL"])

@@ -1,6 +1,5 @@
 """Starts a Ray worker: as a fork of the server if that works, or as Ray does. Ray runs this for each worker."""
 
-import array
 import importlib.util
 import json
 import os
@@ -20,8 +19,7 @@ def is_forked(arguments: list[str]) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(os.environ["RAYMILL_FORK_SERVER"])
-            files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
-            connection.sendmsg([b"\n"], files)
+            socket.send_fds(connection, [b"\n"], [0, 1, 2])
             connection.sendall(json.dumps(message).encode())
             connection.shutdown(socket.SHUT_WR)
             return connection.recv(1) == b"1"

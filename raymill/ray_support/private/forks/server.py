@@ -6,7 +6,7 @@ start theirs again in a fork.
 """
 
 import argparse
-import array
+import contextlib
 import gc
 import importlib
 import json
@@ -70,12 +70,14 @@ LATE = {  # variables that no import reads
     ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR,
 }
 
+TIMEOUT_S = 5  # for a client to send its request
+
 
 class Request(NamedTuple):
     """What Ray asked for, and the open files that the worker gets as its first ones."""
 
     message: dict[str, Any]
-    files: array.array
+    files: list[int]
 
     @property
     def context(self) -> RuntimeEnvContext:
@@ -88,10 +90,8 @@ class Request(NamedTuple):
 
     @property
     def folder(self) -> str:
-        match self.context.command_prefix:
-            case ["cd", quoted, "&&"]:
-                return shlex.split(quoted)[0]
-        return self.message["folder"]
+        """The folder in which the worker starts."""
+        return shlex.split(prefix[1])[0] if (prefix := self.context.command_prefix) else self.message["folder"]
 
     @property
     def _arguments(self) -> tuple[argparse.Namespace, list[str]]:
@@ -103,9 +103,9 @@ class Request(NamedTuple):
     def fits(self, late: set[str]) -> bool:
         """Return whether a fork of this process can become this worker."""
         context = self.context
-        if context.py_executable != sys.executable or context.override_worker_entrypoint or context.java_jars:
+        if context.py_executable != sys.executable or context.override_worker_entrypoint:
             return False
-        if context.command_prefix and context.command_prefix[0] != "cd":
+        if context.command_prefix and [context.command_prefix[0], *context.command_prefix[2:]] != ["cd", "&&"]:
             return False
         wanted, own = self.message["variables"] | context.env_vars, dict(os.environ)
         return all(wanted.get(name) == own.get(name) for name in (wanted.keys() | own.keys()) - late)
@@ -121,15 +121,17 @@ def serve(path: str, late: set[str]) -> Request:
             if sys.stdin in ready:
                 sys.exit()
             connection, _ = server.accept()
-            with connection:
-                _, [(_, _, files)], _, _ = connection.recvmsg(1, socket.CMSG_SPACE(12))
+            files: list[int] = []
+            with connection, contextlib.suppress(OSError, ValueError):  # a client may end at any time
+                connection.settimeout(TIMEOUT_S)
+                _, files, _, _ = socket.recv_fds(connection, 1, 3)
                 with connection.makefile("rb") as stream:
-                    request = Request(json.load(stream), array.array("i", files))
+                    request = Request(json.load(stream), files)
                 accepted = request.fits(late)
                 if accepted and not os.fork():
                     return request
                 connection.sendall(b"1" if accepted else b"0")
-            for file in request.files:
+            for file in files:
                 os.close(file)
 
 
