@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray._raylet import JobID, PlacementGroupID
 
 from raymill import settings
 from raymill.network import free_ports
@@ -86,7 +88,9 @@ class Worker:
         import torch
 
         found = {"random": random.random(), "numpy": np.random.rand(), "torch": torch.initial_seed()}
-        return found | {"uuid": uuid.uuid4(), "object": ray.put(1).hex()}
+        with ThreadPoolExecutor() as pool:  # in a thread, Ray draws the id of the task
+            found["task"] = pool.submit(lambda: ray.put(1).hex()).result()
+        return found | {"uuid": uuid.uuid4(), "group": PlacementGroupID.of(JobID.from_int(1)).hex()}
 
     def product(self) -> float:
         """Use the threads of OpenMP and OpenBLAS, which a fork must start itself."""

@@ -50,6 +50,7 @@ EXEMPT = {
     "tests.integration.test_haproxy": "writes the HAProxy configuration that Serve writes",
     "tests.integration.test_private_ray_apis": "this file",
     "tests.e2e.test_serve": "looks inside a replica",
+    "tests.integration.test_forks": "draws ids as Ray does",
     "tests.integration.test_instance_types": "asks Ray how it names GPUs",
 }
 ATTRIBUTES = {

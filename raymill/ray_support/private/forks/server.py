@@ -30,9 +30,11 @@ del sys.path[: 1 + len(_python_path())]  # the folders of this program, and of P
 PATHS = len(sys.path)
 
 import numpy as np
+import ray.actor
 import torch
 from ray._private import ray_constants, utils
 from ray._private.runtime_env.context import RuntimeEnvContext
+from ray._raylet import ActorClassID, JobID, PlacementGroupID
 
 MODULES = (
     "ray.data",
@@ -136,7 +138,10 @@ def serve(path: str, late: set[str]) -> Request:
 
 
 def become(request: Request) -> None:
-    """Give this process all that a new process would have got from Ray, and run Ray's program for workers."""
+    """Give this process all that a new process would have got from Ray, and run Ray's program for workers.
+
+    Relies on `ray._private.utils.set_omp_num_threads_if_unset`, which a worker calls before each task (Ray 2.60).
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for descriptor, file in enumerate(request.files):
         os.dup2(file, descriptor)
@@ -175,11 +180,45 @@ def _end_with(raylet: int) -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
+def _import_modules() -> None:
+    """Import `MODULES`.
+
+    The decorator of an actor class draws from the random numbers of Ray's C++ code, which seeds itself then. All forks
+    would draw the same ids of tasks. So while the modules define their actors, the ids come from the kernel.
+
+    Relies on `ray.actor.ActorClassID`, which the decorator calls (Ray 2.60).
+    """
+    ray.actor.ActorClassID = RandomClassID
     for name in MODULES:
         importlib.import_module(name)
+    ray.actor.ActorClassID = ActorClassID
+
+
+class RandomClassID:
+    """Stands in for `ActorClassID`."""
+
+    @staticmethod
+    def from_random() -> ActorClassID:
+        """Return a random id."""
+        return ActorClassID(os.urandom(ActorClassID.size()))
+
+
+def _id_in_a_fork() -> bytes:
+    """Return a random id that a fork draws from Ray's C++ code."""
+    reader, writer = os.pipe()
+    if not os.fork():
+        os.write(writer, PlacementGroupID.of(JobID.from_int(1)).binary())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        return pipe.read()
+
+
+if __name__ == "__main__":
+    _import_modules()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of all objects
     assert threading.active_count() == 1, f"a fork would lack {threading.enumerate()}"
+    assert _id_in_a_fork() != _id_in_a_fork(), "all forks would draw the same ids"
     become(serve(sys.argv[1], HANDLED | LATE | set(sys.argv[2:])))
