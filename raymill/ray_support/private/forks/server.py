@@ -26,7 +26,8 @@ def _python_path() -> list[str]:
     return folders.split(os.pathsep) if folders else []
 
 
-del sys.path[: 1 + len(_python_path())]  # the folders of this program, and of PYTHONPATH
+if __name__ == "__main__":
+    del sys.path[: 1 + len(_python_path())]  # the folders of this program, and of PYTHONPATH
 PATHS = len(sys.path)
 
 import numpy as np
@@ -219,6 +220,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of all objects
+    os.close(os.pidfd_open(os.getpid()))  # an old container engine may refuse that
     assert threading.active_count() == 1, f"a fork would lack {threading.enumerate()}"
     assert _id_in_a_fork() != _id_in_a_fork(), "all forks would draw the same ids"
     become(serve(sys.argv[1], HANDLED | LATE | set(sys.argv[2:])))
