@@ -141,6 +141,7 @@ def test_a_spot_notice_stops_no_service_early_and_cuts_no_answer_without_a_word(
     with tempfile.TemporaryDirectory(prefix="ray-test-") as folder:  # short, because of the paths of sockets
         variables = os.environ | haproxy.variables(folder, *free_ports(1))
         variables |= {"SECRETS_FILE": f"{tmp_path}/.env", "PYTHONPATH": f"{settings.PROJECT}", "TMPDIR": folder}
+        variables["PATH"] = f"{sys.prefix}/bin:{os.environ['PATH']}"  # the watchdog runs `ray`
         subprocess.run([sys.executable, __file__], cwd=settings.PROJECT, env=variables, check=True, timeout=400)
 
 
