@@ -161,6 +161,12 @@ def test_the_model_has_the_runs_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
+@pytest.mark.usefixtures("served")
+def test_compiled_kernels_outlive_the_cluster() -> None:
+    assert list(Path(sys.prefix, "kernels").rglob("*.so"))
+    assert not list(Path(os.environ["TMPDIR"]).glob("torchinductor*/precompiled_headers/*"))
+
+
 def test_each_listed_model_can_be_retrieved_and_shows_no_path(served: ServeOptions, client: openai.OpenAI) -> None:
     retrieved = [client.models.retrieve(model.id) for model in client.models.list()]
     assert [(model.id, model.model_dump()["root"]) for model in retrieved] == [("tiny", "tiny")]
