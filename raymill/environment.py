@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -230,8 +231,17 @@ def compiled_kernels() -> dict[str, str]:
     The default place is TMPDIR, which ends with the local cluster, so that vLLM would compile its seven kernels again
     in each cluster. The precompiled header cannot be moved away from there. It takes 8 CPU seconds, which it does not
     save: the kernels compile as fast without it.
+
+    Each kind of CPU has a folder of its own, because g++ uses all instructions of the CPU, and several machines may
+    share a home folder.
     """
-    return {"TORCHINDUCTOR_CACHE_DIR": f"{sys.prefix}/kernels", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+    cpu = Path("/proc/cpuinfo")
+    features = re.findall(r"^(?:model name|flags)\b.*", cpu.read_text() if cpu.is_file() else "", re.MULTILINE)
+    kind = hashlib.sha256("".join(sorted(set(features))).encode()).hexdigest()[:12]
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": f"{sys.prefix}/kernels/{kind}",
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    }
 
 
 if __name__ == "__main__":

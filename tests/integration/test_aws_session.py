@@ -244,3 +244,12 @@ def test_a_used_code_and_a_missing_terminal_are_explained(aws: Api, monkeypatch:
         text=True,
     )
     assert "UserError: your AWS profile needs a code for MFA, but there is no terminal" in done.stderr
+
+
+def test_callers_share_a_client_until_another_session_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    first = aws_session.client("sts", "us-east-1")
+    assert aws_session.client("sts", "us-east-1") is first
+    assert aws_session.client("sts", "eu-west-1") is not first
+    aws_session.start("us-east-1")
+    assert aws_session.client("sts", "us-east-1") is not first

@@ -1,5 +1,6 @@
 """Test that a worker that is a fork is like one that Ray starts, and ends with Ray."""
 
+import importlib
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from ray._raylet import JobID, PlacementGroupID
 
 from raymill import settings
 from raymill.network import free_ports
-from raymill.ray_support.private.forks import SOCKET
+from raymill.ray_support.private.forks import SOCKET, server
 
 READS = """
 import importlib, os, sys
@@ -92,6 +93,14 @@ class Worker:
             found["task"] = pool.submit(lambda: ray.put(1).hex()).result()
         return found | {"uuid": uuid.uuid4(), "group": PlacementGroupID.of(JobID.from_int(1)).hex()}
 
+    def threads(self, count: int) -> int:
+        """Set the number of torch's threads unless it is 0, and return it."""
+        import torch
+
+        if count:
+            torch.set_num_threads(count)
+        return torch.get_num_threads()
+
     def product(self) -> float:
         """Use the threads of OpenMP and OpenBLAS, which a fork must start itself."""
         import numpy as np
@@ -135,6 +144,33 @@ def test_a_fork_computes_with_all_its_threads(forked: None) -> None:
     [worker] = start({"RAY_ADDRESS": "z"})
     assert "forks/server.py" in ray.get(worker.parent.remote())
     assert ray.get(worker.product.remote()) == 900**3 + 900**2
+
+
+def test_a_module_of_ones_own_is_not_hidden_by_an_imported_one(forked: None, tmp_path: Path) -> None:
+    (tmp_path / "pandas.py").write_text("")
+    [worker] = start({"PYTHONPATH": str(tmp_path)})
+    assert "raylet" in ray.get(worker.parent.remote())
+
+
+@pytest.mark.parametrize("change", ["edit", "delete"])
+def test_a_changed_package_is_noticed(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "changing.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("changing")
+    imported = server.Imported()
+    assert not imported.has_changed()
+    if change == "delete":
+        file.unlink()
+    else:
+        os.utime(file, (1, 1))
+    assert imported.has_changed()
+    del sys.modules["changing"]
+
+
+def test_an_actor_keeps_the_threads_that_it_has_chosen(forked: None) -> None:
+    [worker] = start({"RAY_ADDRESS": "threads"})
+    assert "forks/server.py" in ray.get(worker.parent.remote())
+    assert [ray.get(worker.threads.remote(count)) for count in (0, 3, 0)] == [1, 3, 3]
 
 
 @pytest.mark.parametrize("sent", [b"", b"\n", b"\n{"])

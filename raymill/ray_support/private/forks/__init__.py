@@ -32,14 +32,15 @@ def start(folder: str, late: Iterable[str]) -> subprocess.Popen | None:
         return None
     os.environ[SOCKET] = f"{folder}/forks"
     ray_constants.SETUP_WORKER_FILENAME = str(FOLDER / "client.py")
-    changes = {  # Ray's configuration reads these variables once, on import
-        "RAY_AUTH_MODE": "token",  # the default; `ray.init` sets it later
+    # Ray's configuration reads these variables once, on import. They may be set: a Ray job may start a cluster.
+    changes = {
         "RAY_JOB_ID": "ffffffff",  # any job
         "RAY_RAYLET_PID": str(os.getpid()),  # workers end when this process has ended
     }
+    default = {"RAY_AUTH_MODE": "token"}  # `ray.init` sets it later
     return subprocess.Popen(
         [sys.executable, str(FOLDER / "server.py"), os.environ[SOCKET], *late],
-        env=changes | os.environ,
+        env=default | os.environ | changes,
         stdin=subprocess.PIPE,  # also closed when this process ends
         stdout=subprocess.DEVNULL,
     )

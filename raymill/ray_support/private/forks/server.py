@@ -1,7 +1,8 @@
 """Forks Ray workers from one process that has imported what most of them need.
 
 A fork gets its environment after these imports. So the server refuses a worker if a variable that they may have read
-differs from its own. It must have no CUDA context, and no threads, which a fork would not have. OpenBLAS and jemalloc
+differs from its own, if one of their files has changed, or if the worker would find one of these modules in another
+folder first. The server must have no CUDA context, and no threads, which a fork would not have. OpenBLAS and jemalloc
 start theirs again in a fork.
 """
 
@@ -18,16 +19,17 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-def _python_path() -> list[str]:
-    folders = os.environ.get("PYTHONPATH", "")
+def _python_path(variables: Mapping[str, str]) -> list[str]:
+    folders = variables.get("PYTHONPATH", "")
     return folders.split(os.pathsep) if folders else []
 
 
 if __name__ == "__main__":
-    del sys.path[: 1 + len(_python_path())]  # the folders of this program, and of PYTHONPATH
+    del sys.path[: 1 + len(_python_path(os.environ))]  # the folders of this program, and of PYTHONPATH
 PATHS = len(sys.path)
 
 import numpy as np
@@ -76,6 +78,27 @@ LATE = {  # variables that no import reads
 TIMEOUT_S = 5  # for a client to send its request
 
 
+class Imported:
+    """What this process has imported."""
+
+    def __init__(self) -> None:
+        self._names = {name.partition(".")[0] for name in sys.modules}
+        files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+        self._changed = {file: os.stat(file).st_mtime_ns for file in files if file and os.path.isfile(file)}
+
+    def has_changed(self) -> bool:
+        """Return whether a file is newer or gone, for example after an upgrade of a package."""
+        try:
+            return any(os.stat(file).st_mtime_ns != changed for file, changed in self._changed.items())
+        except FileNotFoundError:
+            return True
+
+    def is_shadowed(self, folders: list[str]) -> bool:
+        """Return whether a folder has a module with the name of an imported one."""
+        found = (name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder))
+        return any(name.partition(".")[0] in self._names for name in found)
+
+
 class Request(NamedTuple):
     """What Ray asked for, and the open files that the worker gets as its first ones."""
 
@@ -103,7 +126,7 @@ class Request(NamedTuple):
         parser.add_argument("--language")
         return parser.parse_known_args(self.message["arguments"])
 
-    def fits(self, late: set[str]) -> bool:
+    def fits(self, late: set[str], imported: Imported) -> bool:
         """Return whether a fork of this process can become this worker."""
         context = self.context
         if context.py_executable != sys.executable or context.override_worker_entrypoint:
@@ -111,11 +134,14 @@ class Request(NamedTuple):
         if context.command_prefix and [context.command_prefix[0], *context.command_prefix[2:]] != ["cd", "&&"]:
             return False
         wanted, own = self.message["variables"] | context.env_vars, dict(os.environ)
+        if imported.has_changed() or imported.is_shadowed([self.folder, *_python_path(wanted)]):
+            return False
         return all(wanted.get(name) == own.get(name) for name in (wanted.keys() | own.keys()) - late)
 
 
 def serve(path: str, late: set[str]) -> Request:
     """Fork a process for each request, until the process that started this one ends. Return the request in its fork."""
+    imported = Imported()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(256)
@@ -130,7 +156,7 @@ def serve(path: str, late: set[str]) -> Request:
                 _, files, _, _ = socket.recv_fds(connection, 1, 3)
                 with connection.makefile("rb") as stream:
                     request = Request(json.load(stream), files)
-                accepted = request.fits(late)
+                accepted = request.fits(late, imported)
                 if accepted and not os.fork():
                     return request
                 connection.sendall(b"1" if accepted else b"0")
@@ -163,15 +189,15 @@ def become(request: Request) -> None:
     set_variable = utils.set_omp_num_threads_if_unset
 
     def set_threads() -> bool:
-        is_set = set_variable()
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read the variable on import
+        if is_set := set_variable():
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read the variable on import
         return is_set
 
     utils.set_omp_num_threads_if_unset = set_threads
     program = request.command[0]
     sys.argv = request.command
     first = len(sys.path) - PATHS  # Ray has put folders before the others
-    sys.path[first:first] = [os.path.dirname(program), *_python_path()]
+    sys.path[first:first] = [os.path.dirname(program), *_python_path(os.environ)]
     runpy.run_path(program, run_name="__main__")
 
 
