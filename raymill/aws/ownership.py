@@ -3,10 +3,10 @@
 import shlex
 from typing import Any
 
-import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
 from raymill.aws import aws_errors, caller, consent, identity, stack
+from raymill.common import aws_session
 from raymill.common.cluster_file import ClusterFile, target
 
 UNKNOWN = "unknown"
@@ -83,7 +83,8 @@ def describe_nothing(file: ClusterFile) -> str:
         names = [role["RoleName"] for page in pages for role in page["Roles"]]
     except (BotoCoreError, ClientError) as error:
         return f"{nothing}. Other regions were not searched: {aws_errors.explain(error)}"
-    regions = boto3.Session().get_available_regions("cloudformation", who.arn.split(":")[1])
+    partition = who.arn.split(":")[1]
+    regions = aws_session.current(file.region).get_available_regions("cloudformation", partition)
     ends = {region: f"-{region}-{ROLE}" for region in regions}
     found = [f"{name.removesuffix(end)} in {one}" for name in names for one, end in ends.items() if name.endswith(end)]
     if not found:

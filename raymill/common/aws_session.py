@@ -55,10 +55,18 @@ def start(region: str, config: Config | None = None) -> None:
     boto3.setup_default_session(botocore_session=session)
 
 
+def current(region: str) -> boto3.Session:
+    """Return boto3's session. If there is none, start one in this region."""
+    if boto3.DEFAULT_SESSION is None:
+        start(region)
+    assert boto3.DEFAULT_SESSION
+    return boto3.DEFAULT_SESSION
+
+
 def client(service: Any, region: str) -> Any:  # Any, because boto3's types have an overload for each service's name
     """Return the boto3 client for the named service. All callers share it, because creating one takes 30 ms or more."""
     with _creates:
-        clients = _clients.setdefault(_session(region), {})
+        clients = _clients.setdefault(current(region), {})
         if (service, region) not in clients:
             clients[service, region] = boto3.client(service, region_name=region)
         return clients[service, region]
@@ -66,7 +74,7 @@ def client(service: Any, region: str) -> Any:  # Any, because boto3's types have
 
 def credentials(region: str) -> ReadOnlyCredentials:
     """Return credentials that are valid for at least ten minutes. Raises `NoCredentialsError` if there are none."""
-    if found := _session(region).get_credentials():
+    if found := current(region).get_credentials():
         return found.get_frozen_credentials()
     raise NoCredentialsError
 
@@ -74,13 +82,6 @@ def credentials(region: str) -> ReadOnlyCredentials:
 @functools.cache  # it keeps what it has read: EC2's model alone has 1.5 MB
 def _loader(path: str | None) -> Loader:
     return create_loader(path)
-
-
-def _session(region: str) -> boto3.Session:
-    if boto3.DEFAULT_SESSION is None:
-        start(region)
-    assert boto3.DEFAULT_SESSION
-    return boto3.DEFAULT_SESSION
 
 
 def _ask(question: str) -> str:

@@ -197,7 +197,7 @@ def become(request: Request) -> None:
     program = request.command[0]
     sys.argv = request.command
     first = len(sys.path) - PATHS  # Ray has put folders before the others
-    sys.path[first:first] = [os.path.dirname(program), *_python_path(os.environ)]
+    sys.path[first:first] = [os.path.dirname(os.path.realpath(program)), *_python_path(os.environ)]
     runpy.run_path(program, run_name="__main__")
 
 
