@@ -180,8 +180,8 @@ def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    # Saving the model imports deepspeed. Without this variable, deepspeed guesses the accelerator and prints a message.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from raymill.training import weight_files
+
     logging.disable_progress_bar()
     tokenizer = _train_tokenizer(vocabulary)
     torch.manual_seed(seed)
@@ -198,9 +198,14 @@ def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
+            architectures=[LlamaForCausalLM.__name__],
+            dtype=torch.float32,
         )
     )
-    model.save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_files.write(model, model.named_parameters(), folder)  # save_pretrained would import deepspeed and mlflow
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
 
