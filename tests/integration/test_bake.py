@@ -15,6 +15,7 @@ import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from sleeping import in_this_thread
 
 from raymill import settings
 from raymill.aws.target import Aws
@@ -227,7 +228,7 @@ def test_a_broken_connection_is_continued(machine: Machine, monkeypatch: pytest.
         return made
 
     monkeypatch.setattr(unpack.Bucket, "_open", answer)
-    monkeypatch.setattr(unpack.time, "sleep", lambda _: None)
+    monkeypatch.setattr(unpack.time, "sleep", in_this_thread(lambda _: None))
     assert b"".join(unpack.Bucket("project").read("key")) == content
     assert starts == [0, 2_000_000, 2_000_000]
 

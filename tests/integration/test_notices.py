@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sleeping import in_this_thread
 
 from raymill.common import bucket, cluster_file, instances
 from raymill.network import free_ports
@@ -109,7 +110,7 @@ def test_a_limit_is_told_before_the_head_ends(chat: list[Any], monkeypatch: pyte
     monkeypatch.setattr(instances, "living", lambda file: [])
     monkeypatch.setattr(bucket, "leave_note", lambda file, reason: None)
     monkeypatch.setattr(subprocess, "run", lambda command, check: ended.append([*texts(chat), *command]))
-    monkeypatch.setattr(time, "sleep", _over)
+    monkeypatch.setattr(time, "sleep", in_this_thread(_over))
     with pytest.raises(Over):
         watchdog_head.end_cluster(FILE, "the limit of 2 hours is reached")
     assert ended[0][0].startswith(f"{FILE.slug}: the cluster shuts itself down: the limit of 2 hours is reached. You")
@@ -129,7 +130,7 @@ def test_the_loss_of_a_spot_machine_is_told(chat: list[Any], monkeypatch: pytest
     monkeypatch.setattr(watchdog_worker, "answers", lambda head: False)
     monkeypatch.setattr(watchdog_worker, "spot_notice", lambda: "2026-01-01T10:00:00Z")
     monkeypatch.setattr(watchdog_worker, "drain", lambda head, notice, deadline_s: True)
-    monkeypatch.setattr(time, "sleep", _over)
+    monkeypatch.setattr(time, "sleep", in_this_thread(_over))
     with pytest.raises(Over):
         watchdog_worker.watch("10.0.0.1")
     (text,) = texts(chat)
@@ -144,7 +145,7 @@ def test_idle_gpus_are_told_once_until_they_work_again(
     monkeypatch.setattr(gpu_use, "FILE", tmp_path / "gpu_use.csv")
     monkeypatch.setattr(gpu_use, "LAST_FILE", tmp_path / "gpu_use.json")
     monkeypatch.setattr(gpu_use, "sample", lambda: next(samples))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", in_this_thread(lambda seconds: None))
     with pytest.raises(StopIteration):
         gpu_use.record()
     assert len(chat) == 2

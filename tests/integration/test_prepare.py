@@ -19,6 +19,7 @@ from botocore.exceptions import ClientError
 from emulated_aws import FILE, NOW, WANTED, edited, in_region, launch_head
 from moto.iam.models import iam_backends
 from rich.console import Console
+from sleeping import in_this_thread
 
 from raymill import settings
 from raymill.aws import (
@@ -686,7 +687,7 @@ def test_up_can_wait_for_the_start(
         waits.append(seconds)
         block(aws, assign, -1, 24 * HOUR)
 
-    monkeypatch.setattr(reservation.time, "sleep", pass_time)
+    monkeypatch.setattr(reservation.time, "sleep", in_this_thread(pass_time))
     reservation.wait_for_start(FILE)
     assert waits == [reservation.POLL_S]
     assert re.search(r"waiting for the Capacity Block cr-1: 2 × \S+ in \S+ from .* until", capsys.readouterr().out)

@@ -11,6 +11,7 @@ from typing import Any
 
 import full_disk
 import pytest
+from sleeping import in_this_thread
 
 from raymill import settings
 from raymill.common import bucket, cluster_file, instances
@@ -109,7 +110,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(bucket, "leave_note", lambda file, reason: made.done.append(reason))
     monkeypatch.setattr(notices, "send", lambda text: made.done.append(f"notice: {text}"))
     monkeypatch.setattr(subprocess, "run", lambda command, check: made.done.append(" ".join(command)))
-    monkeypatch.setattr(time, "sleep", _over)
+    monkeypatch.setattr(time, "sleep", in_this_thread(_over))
     monkeypatch.setattr(spending.Spending, "add", lambda self, running, seconds: 1.0)
     return made
 
@@ -219,7 +220,7 @@ def test_logs_are_shipped_and_one_notice_is_sent_when_the_disk_is_full(
         if len(calls) == 3:
             raise Over
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", in_this_thread(sleep))
     with pytest.raises(Over):
         log_shipping.ship_forever("worker")
     (notice,) = full.done

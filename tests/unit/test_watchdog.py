@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sleeping import in_this_thread
 
 from raymill import settings
 from raymill.common import cluster_file
@@ -257,7 +258,7 @@ def test_ray_learns_the_real_end_of_a_machine_only_shortly_before(
     monkeypatch.setattr(watchdog_worker, "drain", drain)
     monkeypatch.setattr(watchdog_worker.notices, "send", sent.append)
     monkeypatch.setattr(time, "time", lambda: start + slept[0])
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", in_this_thread(sleep))
     with pytest.raises(Over):
         watchdog_worker.watch("10.0.0.1")
     assert told == expected
