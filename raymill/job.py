@@ -27,6 +27,7 @@ from raymill.errors import UserError
 from raymill.job_context import JobContext
 from raymill.printable import LogStream, printable
 from raymill.ray_support import job_secrets
+from raymill.ray_support.private.forks.client import hand_over
 from raymill.serving import haproxy
 
 PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
@@ -50,6 +51,7 @@ class Job(Generic[Options]):
         if sys._getframe(1).f_globals["__name__"] == "__main__":
             prepare_ray()
             self._parsed = parse(options_type, *sections)
+            hand_over(sys.modules["__main__"])
 
     def load(self) -> Options:
         """Return the options from settings.toml."""
@@ -203,7 +205,8 @@ def connect(*, log_to_driver: bool = True) -> None:
         return
     address = os.environ.get("RAY_ADDRESS", "local")  # by default, never join another user's cluster
     if address != "local":
-        ray.init(address=address, log_to_driver=log_to_driver)
+        level: Any = os.environ.get("RAY_LOGGER_LEVEL", "info")  # a fork has imported Ray with another value
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level=level)
         return
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not preempted
     core.init(

@@ -4,7 +4,12 @@ The configurations of composite models, such as Gemma 3 from 4B, contain one con
 for the vision tower.
 """
 
-from transformers import PreTrainedConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from transformers import PreTrainedConfig
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

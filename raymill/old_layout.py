@@ -23,7 +23,6 @@ RENAMED = {
     "raymill.evaluation.results": "raymill.evaluation.evaluation",
     "raymill.evaluation.stopping": "raymill.evaluation.scoring",
     "raymill.fit": "raymill.fake_gpu.fit",
-    "raymill.rag.cross_encoder": "raymill.rag.retrieval",
     "raymill.ray_support.gpu_section": "raymill.ray_support.aws_sections",
     "raymill.ray_support.ray_data": "raymill.ray_support.ray_logging",
     "raymill.ray_support.private.autoscaler": "raymill.ray_support.private.core",

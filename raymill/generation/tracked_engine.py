@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from raymill.errors import UserError
 from raymill.ray_support import compile_cache
 from raymill.ray_support.private.data_llm import EngineStage, Processor, replace_engine
+from raymill.serving import cpu_engine
 
 SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one at a time would take hours
 
@@ -28,6 +29,7 @@ class TrackedEngine(EngineStage):
             raise UserError("the engine died twice without answering a row, for example because memory ran out")
         self._limit = asyncio.Semaphore(SUSPECTS_AT_ONCE)
         compile_cache.remove_truncated()
+        cpu_engine.set_threads(options["engine_kwargs"])
         super().__init__(*arguments, **options)
 
     async def udf(self, batch: list[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:

@@ -35,13 +35,13 @@ def deploy_rag(options: RagOptions, parts: app.Parts) -> str:
         UserError: no served model can write the answers, a path or the port cannot be used, or the application fails
             to start.
     """
-    from raymill.rag import retrieval  # imported late, because it imports torch
-
     location = settings.resolve(options.index)
     paths = {"index": location}
     if options.reranker:
+        from raymill.rag import cross_encoder  # imported late, because it imports torch
+
         paths["reranker"] = model_cache.find(options.reranker)
-        retrieval.check(paths["reranker"])
+        cross_encoder.check(paths["reranker"])
     capacity.refuse_private_paths(paths, options.shared_paths, "rag")
     server = _server(options)
     application = app.build(options, parts, location, http_server.cluster_address(server), server.limits)

@@ -39,6 +39,7 @@ from raymill.serving import (
     accounting,
     api_handlers,
     bounded_parsing,
+    cpu_engine,
     engine_arguments,
     fair_scheduler,
     grammars,
@@ -146,6 +147,7 @@ def engine_args(options: ServeOptions) -> dict[str, Any]:
         "kv_cache_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * 2**30),
         **engine_arguments.of_engine(options.engine),
         **model_corrections.arguments(options.engine),
+        **({"distributed_executor_backend": cpu_engine.EXECUTOR} if options.is_one_cpu else {}),
     } | (_lora(options) if options.adapters else {})
 
 
@@ -325,6 +327,7 @@ class Server(EngineServer):
         engine_metrics.install()
         prompt_length.install()
         os.environ |= NO_REDIRECTS
+        cpu_engine.set_threads(self._llm_config.engine_kwargs)
         bounded_parsing.install()
         try:
             await super().start_engine()

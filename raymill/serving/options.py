@@ -172,6 +172,11 @@ class ServeOptions(settings.Section):
         return None if self.accelerator == "cpu" else self.accelerator
 
     @property
+    def is_one_cpu(self) -> bool:
+        """Whether an engine computes on the CPU, and does not split the model."""
+        return self.accelerator == "cpu" and self.tensor_parallel_size == self.pipeline_parallel_size == 1
+
+    @property
     def is_hub_id(self) -> bool:
         """Whether `model` looks like `owner/name` or `name`, and its first part is not a folder of this project."""
         looks_like_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", self.model) is not None

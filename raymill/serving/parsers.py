@@ -3,8 +3,6 @@
 from collections.abc import Container
 from typing import NamedTuple
 
-from transformers import AutoTokenizer
-
 from raymill.data.template_probes import TOOL
 from raymill.ray_support import model_cache
 from raymill.serving.options import AUTO, ServeOptions
@@ -95,6 +93,8 @@ def _first(table: tuple[Syntax, ...], template: str) -> Syntax:
 
 def _read(options: ServeOptions) -> tuple[str, Container[str]]:
     """Return the chat template that renders tools, and the vocabulary. Both are empty if the model has none."""
+    from transformers import AutoTokenizer  # imported late, because it takes seconds
+
     try:
         folder = model_cache.on_this_node(options.source, weights=False)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)

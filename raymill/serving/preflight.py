@@ -8,7 +8,6 @@ import os
 
 import ray
 from ray.util.accelerators import accelerators
-from transformers import AutoConfig
 
 from raymill import settings
 from raymill.errors import UserError
@@ -43,6 +42,8 @@ def check_model(options: ServeOptions) -> None:
     Raises:
         UserError: one of these checks fails.
     """
+    from transformers import AutoConfig  # imported late, because it takes seconds
+
     check_accelerator(options.accelerator)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("vLLM is not installed on this machine. Its CPU build exists for Linux only.")

@@ -161,6 +161,14 @@ def test_the_model_has_the_runs_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
+@pytest.mark.usefixtures("served")
+def test_the_engine_computes_in_its_own_process() -> None:
+    """Its threads leave one core to the server."""
+    [(pid, name)] = [(pid, name) for pid, name in children().items() if "VLLM" in name]
+    assert name.startswith("VLLM::EngineCor")  # Linux cuts the name
+    assert psutil.Process(pid).environ()["OMP_NUM_THREADS"] == str(max(1, (psutil.cpu_count(logical=False) or 1) - 1))
+
+
 def test_compiled_kernels_outlive_the_cluster(client: openai.OpenAI) -> None:
     # the engine compiles them for its first request with log probabilities
     client.chat.completions.create(model="tiny", messages=user("hi"), max_tokens=1, logprobs=True)

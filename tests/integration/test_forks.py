@@ -1,6 +1,7 @@
-"""Test that a worker that is a fork is like one that Ray starts, and ends with Ray."""
+"""Test that a worker or a script in a fork is like one in its own process, and ends with Ray or with its client."""
 
 import importlib
+import json
 import os
 import signal
 import socket
@@ -48,6 +49,38 @@ pids = ray.get([worker.pid.remote() for worker in workers])
 assert {parent for _, parent in pids} == {server.pid}
 print(server.pid, *(pid for pid, _ in pids), flush=True)
 time.sleep(600)
+"""
+SCRIPT = """
+import sys
+from raymill.ray_support.private.forks.client import hand_over
+hand_over(sys.modules["__main__"])
+import json, os, signal, time
+import ray, torch
+class Mine: pass
+def describe():
+    return {
+        "variables": dict(os.environ) | {"ANY": ""},
+        "folder": os.getcwd(),
+        "paths": sys.path,
+        "arguments": sys.argv,
+        "module": [__name__, __spec__.name, __file__, sys.modules["__main__"].Mine is Mine],
+        "python": [repr(sys.flags), sys.stdout.encoding, sys.stdout.errors, sys.stdout.write_through],
+        "signals": [str(signal.getsignal(number)).partition(" at ")[0] for number in signal.valid_signals()],
+        "files": {number: os.readlink(f"/proc/self/fd/{number}").partition("[")[0] for number in (0, 1, 2)},
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "umask": os.umask(0o022),
+        "threads": torch.get_num_threads(),
+    }
+def wait():
+    try:
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted")
+with open(f"/proc/{os.getppid()}/cmdline") as file:
+    parent = file.read()
+print("forks/server.py" in parent, flush=True)
+print(eval(sys.argv[1]))
 """
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
 
@@ -219,3 +252,75 @@ def test_forks_end_with_ray(victim: str) -> None:
         starter.kill()
         starter.wait()
         psutil.wait_procs(family, 10)
+
+
+class Script:
+    """A script that prints whether it runs in a fork, and then the value of its first argument."""
+
+    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+        self._command = [sys.executable, "-m", "script"]
+        self._folder, self._variables = folder, variables | {"PYTHONPATH": str(settings.PROJECT)}
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen:
+        """Start the script as Ray starts a job, with a worker's environment."""
+        return subprocess.Popen(
+            [*self._command, *arguments],
+            env=self._variables | variables,
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def script(forked: None, tmp_path_factory: pytest.TempPathFactory) -> Script:
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "script.py").write_text(SCRIPT)
+    [worker] = start({"RAY_ADDRESS": "script"})
+    return Script(folder, ray.get(worker.describe.remote())["variables"])
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_script_in_a_fork_is_like_one_in_its_own_process(script: Script, unbuffered: str) -> None:
+    variables = {"PYTHONUNBUFFERED": unbuffered, "OMP_NUM_THREADS": "1"}
+    found = []
+    for is_forked, other in (("True", {}), ("False", {"ANY": "x"})):
+        output, _ = script.start("json.dumps(describe())", "a b", **variables, **other).communicate()
+        first, described = output.splitlines()
+        assert first == is_forked
+        found.append(json.loads(described))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('error: wrong')", 1, "error: wrong\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+    ],
+)
+def test_a_script_ends_as_its_fork_does(script: Script, code: str, status: int, error: str) -> None:
+    client = script.start(code)
+    output, errors = client.communicate()
+    assert (output, client.returncode) == ("True\n", status)
+    assert errors.endswith(error)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_fork_gets_the_signals_of_its_script(script: Script, sent: signal.Signals) -> None:
+    client = script.start("wait()")
+    assert client.stdout
+    assert client.stdout.readline() == "True\n"
+    fork = psutil.Process(int(client.stdout.readline()))
+    assert fork.cmdline()[0] == "python -m script 'wait()'"
+    client.send_signal(sent)
+    output, _ = client.communicate(timeout=30)
+    assert output == ("interrupted\nNone\n" if sent == signal.SIGINT else "")
+    assert client.returncode == (0 if sent == signal.SIGINT else -sent)
+    psutil.wait_procs([fork], 30)
+    assert not fork.is_running()

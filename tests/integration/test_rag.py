@@ -40,12 +40,12 @@ from raymill.errors import UserError
 from raymill.rag import deployment, documents, embedding, index, pipeline, problems, ranking
 from raymill.rag.answers import AnswerEnd, AnswerPart, ScoredChunk
 from raymill.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
+from raymill.rag.cross_encoder import CrossEncoder
 from raymill.rag.embedder import Embedder, EmbeddingModelInfo
 from raymill.rag.generator import Generator
 from raymill.rag.ingress import NO_ANSWER
 from raymill.rag.options import EvaluateRagOptions, RagOptions, Replicas
 from raymill.rag.pipeline import EmbeddingWorker
-from raymill.rag.retrieval import CrossEncoder
 from raymill.ray_support import job_secrets
 from raymill.serving import http_server, routing_state
 from raymill.serving.options import RAG_APP, ModelsOptions, ServeOptions

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from raymill.errors import UserError
-from raymill.rag import retrieval
+from raymill.rag import cross_encoder
 from raymill.training import weights_check
 
 Weights = dict[str, torch.Tensor]
@@ -199,7 +199,7 @@ def test_an_encoder_may_have_other_heads_but_not_missing_layers(encoder: Path, t
 
 def test_an_encoder_without_a_classifier_is_no_cross_encoder(encoder: Path) -> None:
     with pytest.raises(UserError, match=r"its files lack bert\.pooler\.dense\.bias and 3 other weights"):
-        retrieval.check(str(encoder))
+        cross_encoder.check(str(encoder))
 
 
 ADAPTER_CHANGES: dict[str, tuple[Callable[[Weights], Weights], str]] = {

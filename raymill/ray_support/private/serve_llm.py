@@ -12,7 +12,8 @@ from starlette.types import ASGIApp
 class EngineServer(LLMServer):
     """An LLMServer with two hooks: `build_asgi_app` and `start_engine`.
 
-    Relies on `__serve_build_asgi_app__` and `_start_engine` of ray.serve.llm.deployment.LLMServer (Ray 2.60).
+    Relies on `__serve_build_asgi_app__`, `_start_engine` and `_llm_config` of ray.serve.llm.deployment.LLMServer, and
+    on `EXECUTOR_BACKEND_MP` of ray.llm._internal.serve.engines.vllm.vllm_models (Ray 2.60).
     """
 
     async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
@@ -20,7 +21,14 @@ class EngineServer(LLMServer):
         return app
 
     async def start_engine(self) -> None:
-        """Start the engine, but not Ray's usage report, which would import vLLM in another process."""
+        """Start the engine, but not Ray's usage report, which would import vLLM in another process.
+
+        On a CPU, Ray would replace the executor that the engine's arguments name.
+        """
+        from ray.llm._internal.serve.engines.vllm import vllm_models  # imported late, because it imports vLLM
+
+        arguments = self._llm_config.engine_kwargs
+        vllm_models.EXECUTOR_BACKEND_MP = arguments.get("distributed_executor_backend", "mp")
         await self.engine.start()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -1,10 +1,10 @@
-"""Lets Ray's workers start as forks of one process that has already imported Ray, torch and transformers.
+"""Lets Ray's workers, and jobs, start as forks of one process that has already imported Ray, torch and transformers.
 
 Ray starts a Python process for each worker, which imports Ray twice, and then what its task needs: two to eight CPU
-seconds. A fork takes 0.1 s, and shares the memory of its imports.
+seconds. A job imports for two to six. A fork takes 0.1 s, and shares the memory of its imports.
 
-`server.py` is that process. Ray runs `client.py` for each worker. A worker whose environment the server cannot give it
-starts as usual.
+`server.py` is that process. Ray runs `client.py` for each worker, and the script of a job calls `client.hand_over`. If
+the server cannot give them their environment, they start as usual.
 """
 
 import os
@@ -13,9 +13,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ray._private import ray_constants
+from raymill.ray_support.private.forks.client import SOCKET
 
-SOCKET = "RAYMILL_FORK_SERVER"
 FOLDER = Path(__file__).parent
 
 
@@ -28,6 +27,8 @@ def start(folder: str, late: Iterable[str]) -> subprocess.Popen | None:
     Relies on `ray._private.ray_constants.SETUP_WORKER_FILENAME`, the name of the program that starts a worker. Ray
     joins it to the path of a folder, so an absolute path replaces both (Ray 2.60).
     """
+    from ray._private import ray_constants  # imported late: a script that runs in a fork need not import Ray
+
     if sys.platform != "linux":  # a fork of a process that has used macOS's frameworks may crash
         return None
     os.environ[SOCKET] = f"{folder}/forks"

@@ -1,33 +1,74 @@
-"""Starts a Ray worker: as a fork of the server if that works, or as Ray does. Ray runs this for each worker."""
+"""Starts a Ray worker, or runs a script, in a fork of the server. Ray runs this program for each worker.
 
+If there is no server, or it refuses, a worker starts as Ray does it, and a script runs on in its own process.
+"""
+
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+SOCKET = "RAYMILL_FORK_SERVER"
+"""Environment variable: the path of the server's socket."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def is_forked(arguments: list[str]) -> bool:
-    """Ask the server for a fork with this process's environment, folder, open files, and priority."""
-    message = {
-        "arguments": arguments,
+def ask(message: Mapping[str, Any]) -> socket.socket | None:
+    """Ask the server for a fork with this process's environment, folder, open files, and priority.
+
+    Return a connection that was accepted, or None.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    common = {
         "variables": dict(os.environ),
         "folder": os.getcwd(),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-        "leads_group": os.getpgid(0) == os.getpid(),
     }
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(os.environ["RAYMILL_FORK_SERVER"])
-            socket.send_fds(connection, [b"\n"], [0, 1, 2])
-            connection.sendall(json.dumps(message).encode())
-            connection.shutdown(socket.SHUT_WR)
-            return connection.recv(1) == b"1"
-        except OSError:  # the server is still importing, or has ended
-            return False
+    try:
+        connection.connect(os.environ[SOCKET])
+        socket.send_fds(connection, [b"\n"], [0, 1, 2])
+        connection.sendall(json.dumps({**common, **message}).encode())
+        connection.shutdown(socket.SHUT_WR)
+        if connection.recv(1) == b"1":
+            return connection
+    except OSError:  # the server is still importing, or has ended
+        pass
+    connection.close()
+    return None
 
 
-if not is_forked(sys.argv[1:]):
+def hand_over(main: ModuleType) -> None:
+    """Run the program in a fork of the server, and end as the fork ends. Without a server, return,
+    and in a fork, which has imported Ray.
+
+    `main` is the module `__main__` of a process that was started as `python -m`. The fork gets the signals that ask
+    this process to end, and ends with it.
+    """
+    if SOCKET not in os.environ or "ray" in sys.modules or main.__spec__ is None:
+        return
+    python = [sys.executable, repr(sys.flags), repr(sys._xoptions), repr(sys.warnoptions)]
+    sys.stdout.flush()
+    message = {"module": main.__spec__.name, "python": python, "arguments": sys.argv, "client": os.getpid()}
+    if connection := ask(message):
+        with connection, connection.makefile("rb") as stream:
+            fork = int(stream.readline())
+            for number in FORWARDED:
+                signal.signal(number, lambda number, _: os.kill(fork, number))
+            code = os.waitstatus_to_exitcode(int(stream.readline() or b"9"))
+        if code < 0:
+            with contextlib.suppress(OSError):  # SIGKILL has no handler
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+
+
+if __name__ == "__main__" and not ask({"arguments": sys.argv[1:], "leads_group": os.getpgid(0) == os.getpid()}):
     ray = importlib.util.find_spec("ray")
     assert ray
     assert ray.submodule_search_locations

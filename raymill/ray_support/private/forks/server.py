@@ -1,7 +1,7 @@
-"""Forks Ray workers from one process that has imported what most of them need.
+"""Forks Ray workers and jobs from one process that has imported what most of them need.
 
-A fork gets its environment after these imports. So the server refuses a worker if a variable that they may have read
-differs from its own, if one of their files has changed, or if the worker would find one of these modules in another
+A fork gets its environment after these imports. So the server refuses a request if a variable that they may have read
+differs from its own, if one of their files has changed, or if the fork would find one of these modules in another
 folder first. The server must have no CUDA context, and no threads, which a fork would not have. OpenBLAS and jemalloc
 start theirs again in a fork.
 """
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -20,7 +21,9 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 
 def _python_path(variables: Mapping[str, str]) -> list[str]:
@@ -37,7 +40,7 @@ import ray.actor
 import torch
 from ray._private import ray_constants, utils
 from ray._private.runtime_env.context import RuntimeEnvContext
-from ray._raylet import ActorClassID, JobID, PlacementGroupID
+from ray._raylet import ActorClassID, JobID, PlacementGroupID, setproctitle
 
 MODULES = (
     "ray.data",
@@ -49,9 +52,10 @@ MODULES = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
-HANDLED = {  # variables that these modules or Python read, but that `become` gives to a fork later
+HANDLED = {  # variables that these modules or Python read, but that a fork gets later
     "OLDPWD",
     "PWD",
+    "PYTHONBREAKPOINT",  # Python reads it when it stops
     "PYTHONPATH",
     "PYTHONUNBUFFERED",  # Ray's program opens stdout and stderr again
     "RAY_LOGGER_LEVEL",
@@ -63,6 +67,7 @@ LATE = {  # variables that no import reads
     "RAY_DATA_SHUFFLE_REDUCE_WORKER",
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
     "RAY_JOB_ID",  # Ray's C++ code reads it and the pid: see `start`
     "RAY_LD_PRELOAD_ON_WORKERS",
     "RAY_RAYLET_PID",
@@ -74,6 +79,7 @@ LATE = {  # variables that no import reads
     "SPT_NOENV",
     ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR,
 }
+THREADS = "OMP_NUM_THREADS"  # OpenMP has read it on import, so forks set the number through torch
 
 TIMEOUT_S = 5  # for a client to send its request
 
@@ -99,25 +105,66 @@ class Imported:
         return any(name.partition(".")[0] in self._names for name in found)
 
 
-class Request(NamedTuple):
-    """What Ray asked for, and the open files that the worker gets as its first ones."""
+@dataclass
+class Request:
+    """What a client asked for, and the open files that the fork gets as its first ones."""
 
     message: dict[str, Any]
     files: list[int]
 
     @property
+    def folder(self) -> str:
+        """The folder in which the fork starts."""
+        return self.message["folder"]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of the program."""
+        return self.message["variables"]
+
+    def fits(self, late: set[str], imported: Imported) -> bool:
+        """Return whether a fork of this process can do this."""
+        wanted, own = self.variables, dict(os.environ)
+        if imported.has_changed() or imported.is_shadowed([self.folder, *_python_path(wanted)]):
+            return False
+        return all(wanted.get(name) == own.get(name) for name in (wanted.keys() | own.keys()) - late)
+
+    def fork(self, connection: socket.socket) -> bool:
+        """Fork this process, and tell the client. Return whether this is the fork."""
+        if not os.fork():
+            return True
+        connection.sendall(b"1")
+        return False
+
+    def become(self) -> None:
+        """Give this fork all that a new process would have got, and run its program."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor, file in enumerate(self.files):
+            os.dup2(file, descriptor)
+            os.close(file)
+        os.nice(self.message["niceness"] - os.getpriority(os.PRIO_PROCESS, 0))
+        os.environ.clear()
+        os.environ |= self.message["variables"]
+        os.chdir(self.folder)
+        ray_constants.LOGGER_LEVEL = os.environ.get("RAY_LOGGER_LEVEL", "info")
+        np.random.seed()  # `random` does that itself
+        torch.seed()
+
+
+class Worker(Request):
+    """A worker of Ray."""
+
+    @cached_property
     def context(self) -> RuntimeEnvContext:
         return RuntimeEnvContext.deserialize(self._arguments[0].serialized_runtime_env_context or "{}")
 
     @property
-    def command(self) -> list[str]:
-        """The program that Ray runs in a worker, and its arguments."""
-        return self._arguments[1]
-
-    @property
     def folder(self) -> str:
-        """The folder in which the worker starts."""
         return shlex.split(prefix[1])[0] if (prefix := self.context.command_prefix) else self.message["folder"]
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        return self.message["variables"] | self.context.env_vars
 
     @property
     def _arguments(self) -> tuple[argparse.Namespace, list[str]]:
@@ -127,16 +174,74 @@ class Request(NamedTuple):
         return parser.parse_known_args(self.message["arguments"])
 
     def fits(self, late: set[str], imported: Imported) -> bool:
-        """Return whether a fork of this process can become this worker."""
         context = self.context
         if context.py_executable != sys.executable or context.override_worker_entrypoint:
             return False
         if context.command_prefix and [context.command_prefix[0], *context.command_prefix[2:]] != ["cd", "&&"]:
             return False
-        wanted, own = self.message["variables"] | context.env_vars, dict(os.environ)
-        if imported.has_changed() or imported.is_shadowed([self.folder, *_python_path(wanted)]):
+        return super().fits(late, imported)
+
+    def become(self) -> None:
+        """Run Ray's program for workers.
+
+        Relies on `ray._private.utils.set_omp_num_threads_if_unset`, which a worker calls before each task (Ray 2.60).
+        """
+        super().become()
+        if self.message["leads_group"]:
+            os.setpgid(0, 0)
+        os.environ["PWD"] = self.folder  # as the shell does in which Ray starts workers
+        utils.update_envs(self.context.env_vars)
+        _end_with(int(os.environ["RAY_RAYLET_PID"]))
+        set_variable = utils.set_omp_num_threads_if_unset
+
+        def set_threads() -> bool:
+            if is_set := set_variable():
+                torch.set_num_threads(int(os.environ[THREADS]))
+            return is_set
+
+        utils.set_omp_num_threads_if_unset = set_threads
+        program, *_ = sys.argv = self._arguments[1]
+        _insert_paths(os.path.dirname(os.path.realpath(program)))
+        runpy.run_path(program, run_name="__main__")
+
+
+class Script(Request):
+    """A module that the client would run as its own program."""
+
+    def fits(self, late: set[str], imported: Imported) -> bool:
+        own = [sys.executable, repr(sys.flags), repr(sys._xoptions), repr(sys.warnoptions)]
+        if own != self.message["python"] or not self.variables.get(THREADS, "1").isdigit():
             return False
-        return all(wanted.get(name) == own.get(name) for name in (wanted.keys() | own.keys()) - late)
+        return super().fits(late | {THREADS}, imported)
+
+    def fork(self, connection: socket.socket) -> bool:
+        """Fork twice: the first fork tells the client how the second one, the script, ends."""
+        if os.fork():
+            return False
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not (script := os.fork()):
+            return True
+        for file in self.files:
+            os.close(file)
+        with contextlib.suppress(OSError):  # the client has ended, and the script ends with it
+            connection.sendall(f"1{script}\n".encode())
+            _, status = os.waitpid(script, 0)
+            connection.sendall(f"{status}\n".encode())
+        os._exit(0)
+
+    def become(self) -> None:
+        super().become()
+        _end_with(self.message["client"])
+        setproctitle(shlex.join(["python", "-m", self.message["module"], *self.message["arguments"][1:]]))
+        if THREADS in os.environ:
+            torch.set_num_threads(int(os.environ[THREADS]))
+        sys.argv = self.message["arguments"]
+        _insert_paths(self.folder)
+        is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))  # Python reads it when it starts
+        raw = io.FileIO(1, "w", closefd=False)
+        stdout = raw if is_unbuffered else io.BufferedWriter(raw)
+        sys.stdout = io.TextIOWrapper(stdout, sys.stdout.encoding, sys.stdout.errors, write_through=is_unbuffered)
+        runpy.run_module(self.message["module"], run_name="__main__", alter_sys=True)
 
 
 def serve(path: str, late: set[str]) -> Request:
@@ -155,56 +260,31 @@ def serve(path: str, late: set[str]) -> Request:
                 connection.settimeout(TIMEOUT_S)
                 _, files, _, _ = socket.recv_fds(connection, 1, 3)
                 with connection.makefile("rb") as stream:
-                    request = Request(json.load(stream), files)
-                accepted = request.fits(late, imported)
-                if accepted and not os.fork():
+                    message = json.load(stream)
+                request = (Script if "module" in message else Worker)(message, files)
+                if not request.fits(late, imported):
+                    connection.sendall(b"0")
+                elif request.fork(connection):
                     return request
-                connection.sendall(b"1" if accepted else b"0")
             for file in files:
                 os.close(file)
 
 
-def become(request: Request) -> None:
-    """Give this process all that a new process would have got from Ray, and run Ray's program for workers.
-
-    Relies on `ray._private.utils.set_omp_num_threads_if_unset`, which a worker calls before each task (Ray 2.60).
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for descriptor, file in enumerate(request.files):
-        os.dup2(file, descriptor)
-        os.close(file)
-    if request.message["leads_group"]:
-        os.setpgid(0, 0)
-    os.nice(request.message["niceness"] - os.getpriority(os.PRIO_PROCESS, 0))
-    os.environ.clear()
-    os.environ |= request.message["variables"]
-    utils.update_envs(request.context.env_vars)
-    os.chdir(request.folder)
-    os.environ["PWD"] = request.folder  # as the shell does in which Ray starts workers
-    raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
-    threading.Thread(target=_end_with, args=[raylet], daemon=True).start()
-    ray_constants.LOGGER_LEVEL = os.environ.get("RAY_LOGGER_LEVEL", "info")
-    np.random.seed()  # `random` does that itself
-    torch.seed()
-    set_variable = utils.set_omp_num_threads_if_unset
-
-    def set_threads() -> bool:
-        if is_set := set_variable():
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read the variable on import
-        return is_set
-
-    utils.set_omp_num_threads_if_unset = set_threads
-    program = request.command[0]
-    sys.argv = request.command
-    first = len(sys.path) - PATHS  # Ray has put folders before the others
-    sys.path[first:first] = [os.path.dirname(os.path.realpath(program)), *_python_path(os.environ)]
-    runpy.run_path(program, run_name="__main__")
+def _insert_paths(first: str) -> None:
+    """Put a program's first path and those of PYTHONPATH where Python puts them: Ray has put others before them."""
+    place = len(sys.path) - PATHS
+    sys.path[place:place] = [first, *_python_path(os.environ)]
 
 
-def _end_with(raylet: int) -> None:
-    """Exit when the raylet has ended. Ray would wait for the process whose pid its variable had on import."""
-    select.select([raylet], [], [])
-    os._exit(1)
+def _end_with(pid: int) -> None:
+    """Exit when another process has ended. A worker would wait for the raylet whose pid its variable had on import."""
+    process = os.pidfd_open(pid)
+
+    def wait() -> None:
+        select.select([process], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _import_modules() -> None:
@@ -249,4 +329,4 @@ if __name__ == "__main__":
     os.close(os.pidfd_open(os.getpid()))  # an old container engine may refuse that
     assert threading.active_count() == 1, f"a fork would lack {threading.enumerate()}"
     assert _id_in_a_fork() != _id_in_a_fork(), "all forks would draw the same ids"
-    become(serve(sys.argv[1], HANDLED | LATE | set(sys.argv[2:])))
+    serve(sys.argv[1], HANDLED | LATE | set(sys.argv[2:])).become()
