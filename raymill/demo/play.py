@@ -108,15 +108,14 @@ def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[st
     """Return the greedy answers that transformers generates with the model in a Hugging Face folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    answers = []
-    for question, _ in questions:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        output = model.generate(**prompt, max_new_tokens=32, do_sample=False)
-        answers.append(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-    return answers
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    asked = [[{"role": "user", "content": question}] for question, _ in questions]
+    prompts = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    outputs = model.generate(**prompts, max_new_tokens=32, do_sample=False)
+    return tokenizer.batch_decode(outputs[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:

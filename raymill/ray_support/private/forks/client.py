@@ -37,7 +37,7 @@ def ask(message: Mapping[str, Any]) -> socket.socket | None:
         connection.shutdown(socket.SHUT_WR)
         if connection.recv(1) == b"1":
             return connection
-    except OSError:  # the server is still importing, or has ended
+    except OSError:  # the server has ended
         pass
     connection.close()
     return None

@@ -31,8 +31,11 @@ def _python_path(variables: Mapping[str, str]) -> list[str]:
     return folders.split(os.pathsep) if folders else []
 
 
+SERVER = socket.socket(socket.AF_UNIX)
 if __name__ == "__main__":
     del sys.path[: 1 + len(_python_path(os.environ))]  # the folders of this program, and of PYTHONPATH
+    SERVER.bind(sys.argv[1])
+    SERVER.listen(256)  # clients wait during the imports: their own would take as long, and slow these down
 PATHS = len(sys.path)
 
 import numpy as np
@@ -43,14 +46,19 @@ from ray._private.runtime_env.context import RuntimeEnvContext
 from ray._raylet import ActorClassID, JobID, PlacementGroupID, setproctitle
 
 MODULES = (
+    "lance_namespace_urllib3_client",  # lancedb itself starts threads
+    "openai",
     "ray.data",
     "ray.serve._private.controller",
     "ray.serve._private.replica",
     "ray.train.torch",
     "ray.train.v2._internal.execution.controller",
     "ray.train.v2._internal.execution.worker_group",
+    "ray.tune",
+    "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "tyro",
 )
 HANDLED = {  # variables that these modules or Python read, but that a fork gets later
     "OLDPWD",
@@ -244,17 +252,15 @@ class Script(Request):
         runpy.run_module(self.message["module"], run_name="__main__", alter_sys=True)
 
 
-def serve(path: str, late: set[str]) -> Request:
+def serve(late: set[str]) -> Request:
     """Fork a process for each request, until the process that started this one ends. Return the request in its fork."""
     imported = Imported()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path)
-        server.listen(256)
+    with SERVER:
         while True:
-            ready, _, _ = select.select([server, sys.stdin], [], [])
+            ready, _, _ = select.select([SERVER, sys.stdin], [], [])
             if sys.stdin in ready:
                 sys.exit()
-            connection, _ = server.accept()
+            connection, _ = SERVER.accept()
             files: list[int] = []
             with connection, contextlib.suppress(OSError, ValueError):  # a client may end at any time
                 connection.settimeout(TIMEOUT_S)
@@ -329,4 +335,4 @@ if __name__ == "__main__":
     os.close(os.pidfd_open(os.getpid()))  # an old container engine may refuse that
     assert threading.active_count() == 1, f"a fork would lack {threading.enumerate()}"
     assert _id_in_a_fork() != _id_in_a_fork(), "all forks would draw the same ids"
-    serve(sys.argv[1], HANDLED | LATE | set(sys.argv[2:])).become()
+    serve(HANDLED | LATE | set(sys.argv[2:])).become()
