@@ -136,6 +136,8 @@ def _name(words: list[str]) -> str:
     title = words[0].split(" ")[0]
     if "::" in title:
         return title
+    if " -m " in words[0]:  # the title of a job that is a fork
+        words = words[0].split()
     names = [word for word in words if not word.startswith("-")]
     if Path(words[0]).name.startswith("python") and "-m" in words:
         names = words[words.index("-m") + 1 :]
