@@ -40,19 +40,31 @@ def _files() -> dict[str, Path]:
 FILES = _files()
 
 
-def graph_of(sources: Mapping[str, str]) -> Graph:
-    """Return the import graph of some modules, given their source code."""
+def graph_of(sources: Mapping[str, str], *, late: bool = True) -> Graph:
+    """Return the import graph of some modules, given their source code.
+
+    Without `late`, it lacks the imports inside functions and under TYPE_CHECKING.
+    """
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    if not late:
+        for tree in trees.values():
+            _WithoutLateImports().visit(tree)  # changes it in place
     return {
-        module: {_resolve(name, sources) for name in source_hash.imports(ast.parse(source))} - {module}
-        for module, source in sources.items()
+        module: {_resolve(name, sources) for name in source_hash.imports(tree)} - {module}
+        for module, tree in trees.items()
     }
 
 
-def project_graph() -> Graph:
-    """Return the import graph of this project, without its tests."""
-    return graph_of(
-        {name: file.read_text(encoding="utf-8") for name, file in FILES.items() if name.partition(".")[0] != "tests"}
-    )
+class _WithoutLateImports(ast.NodeTransformer):
+    def visit(self, node: ast.AST) -> ast.AST | None:
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        return None if is_function or is_for_types else self.generic_visit(node)
+
+
+def project_sources() -> dict[str, str]:
+    """Return the source code of this project, without its tests."""
+    return {name: file.read_text(encoding="utf-8") for name, file in FILES.items() if name.partition(".")[0] != "tests"}
 
 
 def _resolve(name: str, modules: Mapping[str, str]) -> str:

@@ -6,10 +6,43 @@ Imports inside functions and under TYPE_CHECKING count too.
 from collections.abc import Callable
 
 import pytest
-from dependencies import OF_ALL, OF_JOBS, Graph, cycle, graph_of, is_in, path_to, project_graph
+from dependencies import OF_ALL, OF_JOBS, Graph, cycle, graph_of, is_in, path_to, project_sources
 
 RAY_RUNTIME = "raymill.training.runtimes.ray_train"
-PROJECT = project_graph()
+PROJECT = graph_of(project_sources())
+
+SLOW = ("deepspeed", "lancedb", "openai", "peft", "ray", "ray.data", "ray.serve", "ray.serve.llm", "ray.train", "torch")
+SLOW += ("transformers", "trl", "vllm")
+"""Packages whose import takes 0.3 to 8 CPU seconds."""
+TRAINS = {"torch", "transformers"}
+SERVES = {"ray", "ray.serve"}
+AT_START = {
+    "jobs.check_network": {"ray", "ray.train", "torch"},
+    "jobs.embed": {"lancedb", "ray", *TRAINS},
+    "jobs.evaluate": {"ray", "ray.data", "ray.train", *TRAINS},
+    "jobs.evaluate_rag": {"lancedb", "openai", *SERVES, *TRAINS},
+    "jobs.finetune_ddp": TRAINS,
+    "jobs.finetune_deepspeed": TRAINS,
+    "jobs.finetune_fsdp": TRAINS,
+    "jobs.generate": {"ray.data", "ray.train", "transformers", *SERVES},
+    "jobs.models": SERVES,
+    "jobs.preprocess": {"ray", "ray.data", "ray.train"},
+    "jobs.quantize": {"ray", *TRAINS},
+    "jobs.serve_llm": SERVES,
+    "jobs.serve_rag": {"lancedb", "openai", *SERVES},
+    "jobs.train_classifier": {"ray", "ray.data", "ray.train", "torch"},
+    "jobs.tune": {"ray", "ray.train", *TRAINS},
+    "raymill.job": set(),
+    "raymill.rag.generator": {"openai"},
+    "raymill.rag.ingress": SERVES,
+    "raymill.rag.pipeline": {"ray", *TRAINS},
+    "raymill.rag.retrieval": {"lancedb"},
+    "raymill.serving.model_router": SERVES,
+    "raymill.serving.routing_state": SERVES,
+    "raymill.training.trainer": TRAINS,
+    "raymill.verbs": set(),
+}
+"""The slow packages that a process imports before it does anything: a job, a worker, a replica, a verb."""
 
 
 def imports_of_the_verbs(graph: Graph) -> list[str]:
@@ -82,6 +115,29 @@ def test_the_project_follows_the_rule(rule: Callable[[Graph], list[str]]) -> Non
 )
 def test_a_broken_rule_is_found(rule: Callable[[Graph], list[str]], sources: dict[str, str]) -> None:
     assert rule(graph_of(sources))
+
+
+@pytest.fixture(scope="module")
+def at_start() -> Graph:
+    """Return the imports that run when a module is imported."""
+    return graph_of(project_sources(), late=False)
+
+
+@pytest.mark.parametrize("module", AT_START)
+def test_a_process_imports_no_slow_package_that_it_may_not_need(at_start: Graph, module: str) -> None:
+    assert {package for package in SLOW if path_to(at_start, module, package)} == AT_START[module]
+
+
+def test_each_job_has_a_list_of_slow_packages() -> None:
+    assert {name for name in PROJECT if name.startswith("jobs.")} <= AT_START.keys()
+
+
+def test_only_late_imports_are_ignored() -> None:
+    sources = {
+        "a": "import b\nif c:\n    import d",
+        "b": "def e():\n    import f\nif TYPE_CHECKING:\n    import g\nclass H:\n    import i",
+    }
+    assert graph_of(sources, late=False) == {"a": {"b", "d"}, "b": {"i"}}
 
 
 def test_no_import_is_relative() -> None:
