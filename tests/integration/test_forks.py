@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -261,10 +262,10 @@ class Script:
         self._command = [sys.executable, "-m", "script"]
         self._folder, self._variables = folder, variables | {"PYTHONPATH": str(settings.PROJECT)}
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen:
-        """Start the script as Ray starts a job, with a worker's environment."""
+    def start(self, *arguments: str, within: Sequence[str] = (), **variables: str) -> subprocess.Popen:
+        """Start the script as Ray starts a job, with a worker's environment. `within` are words before the command."""
         return subprocess.Popen(
-            [*self._command, *arguments],
+            [*within, *self._command, *arguments],
             env=self._variables | variables,
             cwd=self._folder,
             stdin=subprocess.DEVNULL,
@@ -309,6 +310,13 @@ def test_a_script_ends_as_its_fork_does(script: Script, code: str, status: int, 
     output, errors = client.communicate()
     assert (output, client.returncode) == ("True\n", status)
     assert errors.endswith(error)
+
+
+@pytest.mark.parametrize("rights", ["umask 077", "ulimit -n 999", "taskset -p -c 0 $$"])
+def test_a_script_with_other_rights_gets_a_new_process(script: Script, rights: str) -> None:
+    client = script.start("1", within=["sh", "-c", f'{rights} > /dev/null; exec "$@"', "sh"])
+    output, _ = client.communicate()
+    assert output == "False\n1\n"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -54,7 +54,7 @@ def hand_over(main: ModuleType) -> None:
         return
     python = [sys.executable, repr(sys.flags), repr(sys._xoptions), repr(sys.warnoptions)]
     sys.stdout.flush()
-    message = {"module": main.__spec__.name, "python": python, "arguments": sys.argv, "client": os.getpid()}
+    message = {"module": main.__spec__.name, "python": python, "arguments": sys.argv}
     if connection := ask(message):
         with connection, connection.makefile("rb") as stream:
             fork = int(stream.readline())

@@ -1,9 +1,9 @@
 """Forks Ray workers and jobs from one process that has imported what most of them need.
 
 A fork gets its environment after these imports. So the server refuses a request if a variable that they may have read
-differs from its own, if one of their files has changed, or if the fork would find one of these modules in another
-folder first. The server must have no CUDA context, and no threads, which a fork would not have. OpenBLAS and jemalloc
-start theirs again in a fork.
+differs from its own, if one of their files has changed, if the fork would find one of these modules in another folder
+first, or if the client has other rights or limits. The server must have no CUDA context, and no threads, which a fork
+would not have. OpenBLAS and jemalloc start theirs again in a fork.
 """
 
 import argparse
@@ -18,11 +18,13 @@ import select
 import shlex
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 
@@ -87,6 +89,7 @@ LATE = {  # variables that no import reads
     "SPT_NOENV",
     ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR,
 }
+RIGHTS = ("Umask", "Uid", "Gid", "Groups", "CapEff", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
 THREADS = "OMP_NUM_THREADS"  # OpenMP has read it on import, so forks set the number through torch
 
 TIMEOUT_S = 5  # for a client to send its request
@@ -119,6 +122,8 @@ class Request:
 
     message: dict[str, Any]
     files: list[int]
+    client: int
+    """Pid of the client."""
 
     @property
     def folder(self) -> str:
@@ -134,6 +139,8 @@ class Request:
         """Return whether a fork of this process can do this."""
         wanted, own = self.variables, dict(os.environ)
         if imported.has_changed() or imported.is_shadowed([self.folder, *_python_path(wanted)]):
+            return False
+        if _rights(self.client) != _rights(os.getpid()):
             return False
         return all(wanted.get(name) == own.get(name) for name in (wanted.keys() | own.keys()) - late)
 
@@ -239,7 +246,7 @@ class Script(Request):
 
     def become(self) -> None:
         super().become()
-        _end_with(self.message["client"])
+        _end_with(self.client)
         setproctitle(shlex.join(["python", "-m", self.message["module"], *self.message["arguments"][1:]]))
         if THREADS in os.environ:
             torch.set_num_threads(int(os.environ[THREADS]))
@@ -267,13 +274,20 @@ def serve(late: set[str]) -> Request:
                 _, files, _, _ = socket.recv_fds(connection, 1, 3)
                 with connection.makefile("rb") as stream:
                     message = json.load(stream)
-                request = (Script if "module" in message else Worker)(message, files)
+                client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                request = (Script if "module" in message else Worker)(message, files, client)
                 if not request.fits(late, imported):
                     connection.sendall(b"0")
                 elif request.fork(connection):
                     return request
             for file in files:
                 os.close(file)
+
+
+def _rights(pid: int) -> list[str]:
+    """Return the user, umask, capabilities and CPUs of a process, its limits, and its control groups."""
+    status, *others = (Path(f"/proc/{pid}/{name}").read_text() for name in ("status", "limits", "cgroup"))
+    return [line for line in status.splitlines() if line.partition(":")[0] in RIGHTS] + others
 
 
 def _insert_paths(first: str) -> None:
