@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import boto3
+import moto_state
 import pytest
-from moto.backends import get_backend
 from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -88,9 +88,7 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def _empty_account() -> None:
     """Empty these services. S3 keeps the bucket of other tests, which the `reset` of any service would delete."""
-    for service in ("ec2", "iam", "cloudformation", "lambda", "scheduler"):
-        for account in get_backend(service).values():
-            account.reset()
+    moto_state.empty(("ec2", "iam", "cloudformation", "lambda", "scheduler"))
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import moto_state
 import pytest
-from moto.backends import get_backend
 from moto.cloudformation.models import Stack, cloudformation_backends
 from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -118,7 +118,4 @@ def serve(file: ClusterFile, settings_file: Path, patch: pytest.MonkeyPatch) -> 
 
 def _empty() -> None:
     stack_resources.PLACEMENT_GROUPS.clear()
-    for service in SERVICES:
-        for backend in get_backend(service).values():
-            for one in backend.values() if hasattr(backend, "values") else [backend]:
-                one.reset()
+    moto_state.empty(SERVICES)
