@@ -3,6 +3,7 @@
 The tests run on the library's source, in a project that skeleton.py generates.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # without it, workers would g
 os.environ |= {"RAY_worker_niceness": "0"}  # Ray's default is 15; another test that computes would starve Serve
 os.environ |= {"RAY_metrics_report_interval_ms": "2000"}  # Ray's default is 10 s, and a test would wait that long
 os.environ["HF_HUB_OFFLINE"] = "1"
+gc.disable()  # until pytest_collection_finish, because collections take a third of the time of all imports
 
 import skeleton
 
@@ -56,6 +58,12 @@ sys.stdout = open(os.devnull, "w")
 main(["--host", "127.0.0.1", "--port", sys.argv[1]])
 """
 TAUGHT = 5  # number of facts that the model in model_folder knows
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage, but never look again at the million objects that the imports have made."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
