@@ -267,9 +267,14 @@ class Bounded:
         return self._reasoning_tokens
 
     def is_reasoning_end(self, input_ids: list[int]) -> bool:
-        """Return whether the reasoning ends in these tokens: those of a prompt, or of an answer."""
+        """Return whether the reasoning of the last turn ends in these tokens: those of a prompt, or of an answer.
+
+        vLLM also finds the reasoning of earlier turns, which templates repeat before the result of a tool. It would
+        then apply the grammar of strict tools to the new reasoning, and return streamed reasoning as content.
+        """
+        turn = last_turn(input_ids, self.model_tokenizer.eos_token_id)  # type: ignore[attr-defined]
         try:
-            return within(MAX_S, functools.partial(super().is_reasoning_end, input_ids))  # type: ignore[misc]
+            return within(MAX_S, functools.partial(super().is_reasoning_end, turn))  # type: ignore[misc]
         except TooSlow:
             self._warn(f"the reasoning in {len(input_ids)} tokens, which counts as open")
             return False
@@ -282,6 +287,12 @@ class Bounded:
 
     def _warn(self, work: str) -> None:
         log.warning(f"{self._names} took too long for {work}")
+
+
+def last_turn(token_ids: list[int], eos_id: int | None) -> list[int]:
+    """Return the tokens after the last end of a turn, but for an end that is the last token."""
+    earlier = token_ids[-2::-1]
+    return token_ids[len(earlier) - earlier.index(eos_id) :] if eos_id in earlier else token_ids
 
 
 def install() -> None:

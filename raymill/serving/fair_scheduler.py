@@ -27,14 +27,26 @@ class FairScheduler(Scheduler):
     If there is no room, the key with the most running sequences loses one, as long as it has two more than the key that
     waits. The lost sequence continues later. The prefix cache has most of what it has computed.
 
-    Relies on `schedule`, `get_grammar_bitmask`, `requests`, `running`, `waiting`, `skipped_waiting`,
-    `_try_promote_blocked_waiting_request` and `_preempt_request` of vllm.v1.core.sched.scheduler.Scheduler (vLLM 0.29).
+    Relies on `add_request`, `schedule`, `get_grammar_bitmask`, `requests`, `running`, `waiting`, `skipped_waiting`,
+    `_try_promote_blocked_waiting_request` and `_preempt_request` of vllm.v1.core.sched.scheduler.Scheduler, and on
+    `_get_reasoner` of StructuredOutputManager (vLLM 0.29).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refused: Request | None = None
         self._stuck: set[Request] = set()
+
+    def add_request(self, request: Request) -> None:
+        """Add a sequence. Its grammar applies at once if the prompt ends the reasoning of the last turn.
+
+        Only the API for chat completions has already found that out.
+        """
+        structured, reasoner = request.structured_output_request, self.structured_output_manager._get_reasoner(request)
+        if structured and reasoner and structured.reasoning_ended is None:
+            turn = bounded_parsing.last_turn(request.prompt_token_ids or [], reasoner.model_tokenizer.eos_token_id)
+            structured.reasoning_ended = reasoner.is_reasoning_end(turn)
+        super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Choose the tokens of the next step. At most one sequence loses its room per step."""

@@ -130,6 +130,20 @@ def test_a_plain_answer_has_no_call_and_no_reasoning(client: openai.OpenAI, tool
     assert (calls, reasoning, content, finish) == ([], REASONING, GREETED, "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_the_model_thinks_again_after_the_result_of_a_strict_tool(client: openai.OpenAI, stream: bool) -> None:
+    """The prompt has the reasoning of the turn before, so vLLM would apply the tool's grammar to the new reasoning."""
+    tools: list[Any] = [{"type": "function", "function": TOOL | {"strict": True}}]
+    asked = chat(client, CITY, tools=tools).message.model_dump(exclude_none=True)
+    [call] = asked["tool_calls"]
+    messages: list[Any] = [*user(CITY), asked, {"role": "tool", "tool_call_id": call["id"], "content": "18"}]
+    arguments: dict[str, Any] = {"model": "tools", "tools": tools, "temperature": 0, "stream": stream}
+    answer: Any = client.chat.completions.create(messages=messages, **arguments)
+    parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    assert "".join(getattr(part, "reasoning", None) or "" for part in parts) == REASONING
+    assert "".join(part.content or "" for part in parts) == "18 degrees."
+
+
 def test_the_model_uses_the_results(client: openai.OpenAI) -> None:
     messages = user(CITIES)
     asking = client.chat.completions.create(model="tools", messages=messages, tools=TOOLS, temperature=0)
@@ -267,16 +281,18 @@ def test_responses_call_tools(client: openai.OpenAI, question: str, expected: li
     assert reasoning.content[0].text == REASONING
 
 
-def test_responses_use_the_results(client: openai.OpenAI) -> None:
-    first = respond(client, CITY)
+@pytest.mark.parametrize("strict", [False, True])
+def test_responses_use_the_results(client: openai.OpenAI, strict: bool) -> None:
+    tools = [{"type": "function", "strict": strict} | TOOL]
+    first = respond(client, CITY, tools=tools)
     [call] = [item for item in first.output if item.type == "function_call"]
     turns = [
         *user(CITY),
         {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments},
         {"type": "function_call_output", "call_id": call.call_id, "output": "18"},
     ]
-    assert respond(client, turns).output_text == "18 degrees."
-    assert respond(client, [*user(CITY), *first.output, turns[2]]).output_text == "18 degrees."
+    assert respond(client, turns, tools=tools).output_text == "18 degrees."
+    assert respond(client, [*user(CITY), *first.output, turns[2]], tools=tools).output_text == "18 degrees."
 
 
 def test_a_plain_response(client: openai.OpenAI) -> None:

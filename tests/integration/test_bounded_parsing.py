@@ -161,6 +161,7 @@ class Tokenizer:
         self.vocabulary = Vocabulary()
         self.all_special_tokens = ["<|im_start|>", "<|im_end|>"]
         self.all_special_ids = [self.number(token) for token in self.all_special_tokens]
+        self.eos_token_id = self.number("<|im_end|>")
 
     def number(self, token: str) -> int:
         return self.vocabulary.get(token)
