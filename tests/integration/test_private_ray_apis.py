@@ -75,6 +75,7 @@ ATTRIBUTES = {
     "_text_len_check": "vLLM",
     "_tokenize_prompt": "vLLM",
     "_poll_completed_message": "vLLM",
+    "_get_reasoner": "vLLM",
     "_type_adapter": "FastAPI",
     "_accelerator_setAllocatorSettings": "torch",
     "_config": "DeepSpeed",
