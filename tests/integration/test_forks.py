@@ -207,7 +207,7 @@ def test_an_actor_keeps_the_threads_that_it_has_chosen(forked: None) -> None:
     assert [ray.get(worker.threads.remote(count)) for count in (0, 3, 0)] == [1, 3, 3]
 
 
-@pytest.mark.parametrize("sent", [b"", b"\n", b"\n{"])
+@pytest.mark.parametrize("sent", [b"", b"\n", b"\n{", b"\n{}", b'\n{"module": "a"}'])
 def test_rude_clients_do_not_stop_the_server(forked: None, sent: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as connection, Path(os.devnull).open() as file:
         connection.connect(os.environ[SOCKET])

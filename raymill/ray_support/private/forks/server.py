@@ -269,7 +269,7 @@ def serve(late: set[str]) -> Request:
                 sys.exit()
             connection, _ = SERVER.accept()
             files: list[int] = []
-            with connection, contextlib.suppress(OSError, ValueError):  # a client may end at any time
+            with connection, contextlib.suppress(OSError, ValueError, LookupError):  # a client may end at any time
                 connection.settimeout(TIMEOUT_S)
                 _, files, _, _ = socket.recv_fds(connection, 1, 3)
                 with connection.makefile("rb") as stream:
