@@ -44,13 +44,13 @@ def ask(message: Mapping[str, Any]) -> socket.socket | None:
 
 
 def hand_over(main: ModuleType) -> None:
-    """Run the program in a fork of the server, and end as the fork ends. Without a server, return,
-    and in a fork, which has imported Ray.
+    """Run the program in a fork of the server, and end as the fork ends. Return if that is not possible.
 
     `main` is the module `__main__` of a process that was started as `python -m`. The fork gets the signals that ask
     this process to end, and ends with it.
     """
-    if SOCKET not in os.environ or "ray" in sys.modules or main.__spec__ is None:
+    is_fork = "ray" in sys.modules
+    if SOCKET not in os.environ or is_fork or main.__spec__ is None:
         return
     python = [sys.executable, repr(sys.flags), repr(sys._xoptions), repr(sys.warnoptions)]
     sys.stdout.flush()
