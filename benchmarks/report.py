@@ -17,7 +17,7 @@ Bar = dict[str, Any]
 """A measured number, its target, and whether it meets the target."""
 
 Result = dict[str, Any]
-"""What a part returns: `bars` and `rounds`, which become tables, and anything else to store."""
+"""What a part returns: `bars`, `rounds` and perhaps `kinds`, which become tables, and anything else to store."""
 
 
 def at_least(wanted: float, what: str, measured: float) -> Bar:
@@ -62,6 +62,9 @@ def section(part: Result) -> Iterator[str]:
     )
     yield ""
     yield from _table(part["rounds"])
+    if kinds := part.get("kinds"):
+        yield ""
+        yield from _table(kinds)
 
 
 def machine() -> str:

@@ -4,6 +4,8 @@ The tests run on the library's source, in a project that skeleton.py generates.
 """
 
 import gc
+import io
+import logging
 import os
 import shutil
 import signal
@@ -89,6 +91,17 @@ def no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests work with any account, also if this project has a cluster."""
     monkeypatch.setattr(identity, "FOLDER", tmp_path)
     monkeypatch.delenv("INV_TARGET", raising=False)  # a verb that an earlier test called may have set it
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Return a stream with the names and the messages of all that the test logs."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    yield stream
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,23 @@ A server encodes a prompt as a whole, and the model generates tokens after it. S
 before it. Otherwise, the end of the prompt and the beginning of the turn could share a token.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from raymill.data import token_ids
+from raymill.data.examples import Completion
 from raymill.data.template_renderer import RenderedText
+from raymill.data.token_ids import Encoded, TokenIds, UnsupportedTokenizer
 from raymill.data.tokenizer import SpecialTokens
+from raymill.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,13 +28,16 @@ if TYPE_CHECKING:
 WINDOW = 16  # characters before the start of a turn that decide about the tokens there
 WORD = re.compile(r"\s{0,32}\S{0,32}\s?")  # matches the text after it that decides
 MAX_BOUNDARIES = 100_000
+COMPARED = 100  # one of so many texts is also encoded by Hugging Face's tokenizer
 
 
 class EncodedText(NamedTuple):
     """The tokens of a text, and the spans (start, stop) of those to train on."""
 
-    ids: list[int]
+    ids: Sequence[int] | np.ndarray
     spans: list[tuple[int, int]]
+    is_fast: bool = False
+    """Whether the ids are those of fastokens."""
 
 
 class _Joined(NamedTuple):
@@ -57,7 +68,9 @@ class DocumentEncoder:
         self._tokenizer.no_padding()  # a tokenizer.json may enable padding and truncation
         self._tokenizer.no_truncation()
         self._special_tokens = SpecialTokens.of(tokenizer)
+        self._token_ids: TokenIds | None = None
         definition = json.loads(self._tokenizer.to_str())
+        self._trims_offsets = token_ids.trims_offsets(definition)
         unknown = self._tokenizer.token_to_id(definition["model"].get("unk_token") or "")
         decoder = self._tokenizer.get_added_tokens_decoder()
         added = {token_id: token for token_id, token in decoder.items() if token_id != unknown}
@@ -70,12 +83,74 @@ class DocumentEncoder:
         # encodes text that continues other text
         self._continuing = Tokenizer.from_str(json.dumps(definition)) if schemes else None
 
-    def encode(self, document: RenderedText) -> list[EncodedText]:
-        """Return the tokens of a text that a chat template rendered.
+    def use_fastokens(self) -> None:
+        """Let fastokens encode what it encodes as Hugging Face's tokenizer does.
+
+        Afterwards, this object cannot be pickled. If fastokens does not support the tokenizer, nothing changes.
+        """
+        with contextlib.suppress(UnsupportedTokenizer):
+            self._token_ids = TokenIds(self._tokenizer)
+
+    def encode(self, texts: Sequence[RenderedText | Completion]) -> list[list[EncodedText]]:
+        """Return the tokens of each text.
 
         All text before a trained turn has the tokens that a server gives to the model. If a server would encode an
         earlier turn differently from the tokens that the model generates, the turns after it are in another document.
+
+        Raises:
+            UserError: fastokens encodes one of the texts that are compared differently.
         """
+        if not self._token_ids:
+            return list(map(self._encode_apart, texts))
+        parts = list(map(_parts, texts))
+        encoded = self._token_ids.encode([text for texts in parts for text in texts])
+        starts, is_exact = encoded.starts.tolist(), encoded.is_exact.tolist()
+        found, first = [], 0
+        for text, own in zip(texts, parts, strict=True):
+            stop = first + len(own)
+            fast = all(is_exact[first:stop]) and self._from_tokens(text, own, encoded, starts[first : stop + 1])
+            found.append([fast] if fast else self._encode_apart(text))
+            if fast and zlib.crc32(own[-1].encode()) % COMPARED == 0:
+                _refuse_difference(fast, self._encode_apart(text))
+            first = stop
+        return found
+
+    def _from_tokens(
+        self, text: RenderedText | Completion, parts: list[str], encoded: Encoded, starts: list[int]
+    ) -> EncodedText | None:
+        """Return the tokens of a text, or None if its parts must be encoded in another way.
+
+        Part k has the tokens [starts[k], starts[k + 1]) of `encoded`.
+        """
+        ids = encoded.ids[starts[0] : starts[-1]]
+        if isinstance(text, Completion):
+            prompt, completion = np.split(ids, [starts[1] - starts[0]])
+            return self._completion(text, prompt.tolist(), completion.tolist())._replace(is_fast=True)
+        spans = []
+        for number, (start, stop) in enumerate(text.spans, 1):
+            if number < len(text.spans) and not self._is_boundary(text.text, start, ids[: starts[number] - starts[0]]):
+                return None
+            tokens, written = starts[number + 1] - starts[number], stop - start
+            if written < len(parts[number]):
+                if self._trims_offsets and text.text[stop - 1].isspace():
+                    return None
+                before = encoded.ends[starts[number] - 1] if starts[number] else 0
+                size = len(parts[number][: written - 1].encode())
+                ends = encoded.ends[starts[number] : starts[number + 1]]
+                tokens = int(np.searchsorted(ends, before + size, "right")) + 1
+            first = starts[number] - starts[0]
+            spans.append((first, first + tokens))
+        return EncodedText(ids, spans, is_fast=True)
+
+    def _encode_apart(self, text: RenderedText | Completion) -> list[EncodedText]:
+        """Return the tokens of one text from Hugging Face's tokenizer."""
+        if isinstance(text, RenderedText):
+            return self._encode_document(text)
+        prompt = self._encode(text.prompt, []).ids if text.prompt else []
+        before = self._special_tokens.prompt(prompt) if text.prompt else []
+        return [self._completion(text, prompt, self._encode(text.completion, before).ids)]
+
+    def _encode_document(self, document: RenderedText) -> list[EncodedText]:
         text, spans = document
         ids = self._encode(text[: spans[0][0]], []).ids
         trained: list[tuple[int, int]] = []
@@ -87,26 +162,23 @@ class DocumentEncoder:
             trained.append((len(ids), len(ids) + _count_until(stop - start, turn, end - start)))
             ids += turn.ids
             if is_separate:
-                return [EncodedText(ids, trained), *self.encode(RenderedText(text, later))]
+                return [EncodedText(ids, trained), *self._encode_document(RenderedText(text, later))]
         return [EncodedText(ids, trained)]
 
-    def encode_completion(self, prompt: str, completion: str) -> EncodedText:
+    def _completion(self, text: Completion, prompt: list[int], completion: list[int]) -> EncodedText:
         """Return the tokens of a text without a chat template. The tokenizer adds its special tokens to the prompt."""
-        if prompt:
-            ids = self._special_tokens.prompt(self._encode(prompt, []).ids)
-            first = len(ids)
-            ids += self._encode(completion, ids).ids
-        else:
-            ids = self._special_tokens.start(self._encode(completion, []).ids)
-            first = len(self._special_tokens.before)
-        return EncodedText(ids, [(first, len(ids))])
+        if text.prompt:
+            ids = self._special_tokens.prompt(prompt)
+            return EncodedText(ids + completion, [(len(ids), len(ids) + len(completion))])
+        ids = self._special_tokens.start(completion)
+        return EncodedText(ids, [(len(self._special_tokens.before), len(ids))])
 
-    def _is_boundary(self, text: str, at: int, before: list[int]) -> bool:
+    def _is_boundary(self, text: str, at: int, before: Sequence[int] | np.ndarray) -> bool:
         """Return whether the text around a position has the same tokens together as apart.
 
         `before` are the tokens before the position.
         """
-        if not before or before[-1] in self._sealing:
+        if not len(before) or before[-1] in self._sealing:
             return True
         word = WORD.match(text, at)
         around = text[max(0, at - WINDOW) : at], word[0] if word else ""
@@ -135,6 +207,24 @@ class DocumentEncoder:
         start = next((start for token, (start, _) in tokens if token in self._added), len(text))
         return _Joined(
             _encode(self._continuing, text[:start], offsets), _encode(self._tokenizer, text[start:], offsets), start
+        )
+
+
+def _parts(text: RenderedText | Completion) -> list[str]:
+    """Return the parts of a text that are encoded apart: the text before the first trained turn, and each turn."""
+    if isinstance(text, Completion):
+        return [text.prompt, text.completion]
+    bounds = [0, *(start for start, _ in text.spans), len(text.text)]
+    return [text.text[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _refuse_difference(fast: EncodedText, expected: list[EncodedText]) -> None:
+    """Raise a UserError if fastokens has encoded a text differently."""
+    [only] = expected if len(expected) == 1 else [None]
+    if only is None or list(fast.ids) != list(only.ids) or fast.spans != only.spans:
+        raise UserError(
+            f"fastokens {token_ids.version()} encodes a row differently from Hugging Face's tokenizer; set "
+            'tokenizer_engine = "transformers" in [preprocess].'
         )
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.fs
@@ -16,7 +17,12 @@ from raymill.errors import UserError
 from raymill.printable import printable
 
 WILDCARD = re.compile(r"[*?[]")
+PARTITION = re.compile(r"([^=/]+)=([^/]*)")
+"""Matches the name of a folder with a partition, as Hive writes it: COLUMN=VALUE."""
+NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""Files that the library `datasets` writes beside the rows."""
 NAMES_SHOWN = 5
 
 
@@ -31,7 +37,7 @@ class InputFile(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        return PurePosixPath(self.path).suffix
+        return suffix(self.path)
 
 
 class InputFiles(NamedTuple):
@@ -48,6 +54,18 @@ class InputFiles(NamedTuple):
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
+
+    def partition_values(self, file: InputFile) -> dict[str, str]:
+        """Return the columns that the names of a file's folders give to its rows."""
+        found = map(PARTITION.fullmatch, _folders(file.path, self.root))
+        pairs = [(unquote(match[1]), unquote(match[2])) for match in found if match]
+        return {column: value for column, value in pairs if value != NULL_PARTITION}
+
+
+def suffix(path: str) -> str:
+    """Return the suffix of a path. That of a compressed file has two parts, such as `.jsonl.gz`."""
+    parts = PurePosixPath(path).suffixes
+    return "".join(parts[-2:] if parts and parts[-1] in COMPRESSED else parts[-1:])
 
 
 def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = False) -> InputFiles:
@@ -73,7 +91,7 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
     files = sorted(
         InputFile(info.path, info.size, info.mtime_ns or 0)
         for info in found
-        if info.is_file and PurePosixPath(info.path).suffix in suffixes
+        if info.is_file and suffix(info.path) in suffixes and PurePosixPath(info.path).name not in METADATA
     )
     read, known = [file.path for file in files] or [path], [info.path for info in nearby]
     if table := find_table(filesystem, read, known, root, min_depth=hub.REPOSITORY_DEPTH if on_hub else 1):
@@ -84,7 +102,7 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
     skipped = _skipped(found, suffixes, root)
     if not files:
         raise UserError(
-            f"no {', '.join(suffixes[:-1])} or {suffixes[-1]} file at {name}{skipped and f', only {skipped}'}; correct "
+            f"no {_named(suffixes, 'or')} file at {name}{skipped and f', only {skipped}'}; correct "
             f"input in [{section}], or pass --input."
         )
     if skipped:
@@ -97,6 +115,9 @@ def _list(filesystem: FileSystem, path: str, *, recursive: bool) -> tuple[str, l
     info = filesystem.get_file_info(path)
     if _is_folder(info):
         inside = _list_folder(filesystem, FileSelector(path, recursive=recursive))
+        if not recursive and any(_is_folder(one) and PARTITION.fullmatch(one.base_name) for one in inside):
+            inside = _list_folder(filesystem, FileSelector(path, recursive=True))
+            return path, inside, [one for one in inside if _is_in_partition(one, path)]
         return path, inside, [one for one in inside if not (recursive and _is_folder(one))]
     root, wildcard = _fixed_folder(path), WILDCARD.search(path)
     if info.is_file or not wildcard:
@@ -105,6 +126,17 @@ def _list(filesystem: FileSystem, path: str, *, recursive: bool) -> tuple[str, l
     inside = _list_folder(filesystem, selector)
     pattern = f"/{path.lstrip('/')}"  # a leading slash makes `match` compare whole paths
     return root, inside, [one for one in inside if PurePosixPath(f"/{one.path.lstrip('/')}").match(pattern)]
+
+
+def _is_in_partition(info: FileInfo, root: str) -> bool:
+    """Return whether this is a file of a partition, or something else that is not in a subfolder."""
+    is_partition = _is_folder(info) and PARTITION.fullmatch(info.base_name)
+    return not is_partition and all(map(PARTITION.fullmatch, _folders(info.path, root)))
+
+
+def _folders(path: str, root: str) -> tuple[str, ...]:
+    """Return the names of the folders between `root` and a file."""
+    return PurePosixPath(path).relative_to(root).parts[:-1]
 
 
 def _list_folder(filesystem: FileSystem, selector: FileSelector) -> list[FileInfo]:
@@ -137,16 +169,23 @@ def _skipped(found: Iterable[FileInfo], suffixes: Sequence[str], root: str) -> s
 
 def _reason(info: FileInfo, suffixes: Sequence[str]) -> str:
     """Return why a file is not read, or an empty string if it is."""
-    suffix = PurePosixPath(info.path).suffix
     if info.type == FileType.NotFound:
         return ""
     if _is_folder(info):
         return "subfolders are not searched"
-    if suffix in COMPRESSED:
-        return "compressed"
-    if suffix not in suffixes:
-        return f"only {', '.join(suffixes)} files are read"
+    if suffix(info.path) not in suffixes:
+        if info.path.endswith(COMPRESSED):
+            return "compressed"
+        return f"only {_named(suffixes)} files are read"
+    if PurePosixPath(info.path).name in METADATA:
+        return "describes a data set"
     return "" if info.size else "empty"
+
+
+def _named(suffixes: Sequence[str], conjunction: str = "and") -> str:
+    """Return the suffixes of files that are not compressed, for a message."""
+    plain = [one for one in suffixes if not one.endswith(COMPRESSED)]
+    return f"{', '.join(plain[:-1])} {conjunction} {plain[-1]}"
 
 
 def _few(names: Sequence[str]) -> str:
@@ -217,7 +256,7 @@ def _tables(paths: Iterable[str]) -> dict[PurePosixPath, str]:
 # the words by which the library `datasets` recognizes splits in the names of files and folders
 TRAIN = {"train", "training"}
 TEST = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
-SEPARATORS = re.compile(r"[-._ 0-9/]+")
+SEPARATORS = re.compile(r"[-._ 0-9/=]+")
 
 
 def check_splits(source: InputFiles) -> None:
@@ -238,7 +277,7 @@ def check_splits(source: InputFiles) -> None:
     if trains:
         raise UserError(
             f"{source.name} has both a train split and what looks like a test split ({some}); pass --input "
-            f"{_uri(source, _pattern(trains, tests))}, and to train on both, add the other files with --mix INPUT=1."
+            f"{uri(source, _pattern(trains, tests))}, and to train on both, add the other files with --mix INPUT=1."
         )
     print(printable(f"note: {source.name}: trains on {some}, which looks like a test split"), flush=True)
 
@@ -253,6 +292,7 @@ def _pattern(trains: list[str], tests: list[str]) -> str:
     return trains[0] if len(trains) == 1 or any(path.startswith(prefix) for path in tests) else f"{prefix}*"
 
 
-def _uri(source: InputFiles, path: str) -> str:
+def uri(source: InputFiles, path: str) -> str:
+    """Return the URI of a path on the file system of an input."""
     scheme, separator, _ = source.name.rpartition("://")
     return f"{scheme}{separator}{path}"

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from raymill.data import row_formats
+from raymill.data import row_formats, token_ids
 from raymill.data.options import PreprocessOptions
 from raymill.data.row_sources import RowSource
 from raymill.data.shards import PartitionSummary, ShardPlan, ShardSummary
@@ -67,6 +67,10 @@ def results(partitions: list[PartitionSummary], sources: list[RowSource]) -> dic
         **{part: _part_counts(written[part]) for part in PARTS},
         "largest_id": max((shard.largest_id for part in PARTS for shard in written[part]), default=None),
         "content_hash": hashlib.sha256(hashes.encode()).hexdigest(),
+        "fastokens": {
+            "version": token_ids.version(),
+            "documents": sum(partition.fast_documents for partition in partitions),
+        },
     }
 
 

@@ -8,6 +8,7 @@ from raymill import settings
 
 Turns = Literal["all", "last"]
 PastReasoning = Literal["served", "keep"]
+TokenizerEngine = Literal["auto", "transformers"]
 Overlong = Literal["truncate", "drop", "error"]
 
 
@@ -15,8 +16,8 @@ class PreprocessOptions(settings.Section):
     """The [preprocess] section of settings.toml."""
 
     input: str
-    """Parquet or JSONL with conversations, instructions with answers, prompts with completions, or text: a file,
-    folder, glob, s3:// URI, or hf://datasets/OWNER/NAME."""
+    """Parquet, JSONL, JSON, CSV, TSV, Arrow or Feather with conversations, instructions with answers, prompts with
+    completions, or text: a file, folder, glob, s3:// URI, or hf://datasets/OWNER/NAME."""
     mix: tuple[str, ...] = ()
     """More inputs, each written as INPUT=WEIGHT. Each row of INPUT is used WEIGHT times on average."""
     output: str
@@ -34,6 +35,8 @@ class PreprocessOptions(settings.Section):
     have generation blocks or that TRL knows."""
     overlong: Overlong = "truncate"
     """How to handle conversations with too many tokens: truncate them, drop them, or stop with an error."""
+    tokenizer_engine: TokenizerEngine = "auto"
+    """What encodes texts. auto: for large inputs fastokens, which gives the same tokens in less time; transformers."""
     sequence_length: PositiveInt
     """Tokens in each packed row."""
     deduplicate: bool = False

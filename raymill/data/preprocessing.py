@@ -20,6 +20,8 @@ from raymill.ray_support.private.data import ShuffleDiskError
 from raymill.ray_support.progress import Progress, time_left
 from raymill.settings import inv
 
+FAST_BYTES = 64  # bytes of text for each token of the vocabulary that Hugging Face's tokenizer encodes in the time
+
 
 def plan_shards(options: PreprocessOptions, sources: list[RowSource]) -> ShardPlan:
     """Return the plan for the shards of these sources."""
@@ -47,7 +49,13 @@ def write_shards(sources: list[RowSource], plan: ShardPlan, tokenizer: DocumentT
             batch_format="pyarrow",
         )
         written = assigned.groupby("group", num_partitions=plan.partitions).map_groups(
-            partial(shards.write, plan=plan, tokenizer_ref=ray.put(tokenizer), report=progress.report),
+            partial(
+                shards.write,
+                plan=plan,
+                tokenizer_ref=ray.put(tokenizer),
+                use_fastokens=use_fastokens(sources, tokenizer),
+                report=progress.report,
+            ),
             batch_format="pyarrow",
         )
         try:
@@ -92,6 +100,13 @@ class PreprocessProgress:
         seconds -= self._packing_since_s
         speed, left = packed / seconds, time_left(packed, read, seconds)
         return f"packing: {packed:,} of {read:,} rows, {speed:,.0f} rows/s, {left}"
+
+
+def use_fastokens(sources: list[RowSource], tokenizer: DocumentTokenizer) -> bool:
+    """Return whether fastokens saves more time than each of the cluster's processes takes to build its tokenizer."""
+    cpus = ray.cluster_resources().get("CPU", 1)
+    size = sum(source.text_size * source.weight for source in sources)
+    return tokenizer.engine == "auto" and size / cpus > FAST_BYTES * len(tokenizer.tokenizer)
 
 
 def _partition_count(sources: list[RowSource], shard_mib: float) -> int:

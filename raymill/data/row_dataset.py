@@ -11,9 +11,10 @@ from typing import Any
 import pyarrow as pa
 import ray.data
 
+from raymill.data.file_formats import Piece, read
 from raymill.data.row_formats import columns_of
 from raymill.data.row_sources import RowSource
-from raymill.data.rows import ROWS, Piece, checked, read
+from raymill.data.rows import ROWS, checked
 
 BATCH_BYTES = 4 * 2**20  # bytes of rows in one batch
 

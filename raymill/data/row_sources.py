@@ -1,22 +1,23 @@
 """Inputs with training rows: their files, how often their rows are used, and their first rows."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from raymill import settings
-from raymill.data import files, rows
+from raymill.data import file_formats, files, rows
 from raymill.data.examples import BadRow
+from raymill.data.file_formats import Piece
 from raymill.data.files import InputFiles
 from raymill.data.row_formats import EXPECTED_COLUMNS, FORMATS, UNKNOWN_COLUMNS, Format, format_of
-from raymill.data.rows import Piece
 from raymill.errors import UserError
 
 PIECE_BYTES = 32 * 2**20  # one task reads this much of a file
 MAX_WEIGHT = 1000
-SUFFIXES = (".parquet", ".jsonl")
-TEXT_BYTES_PER_FILE_BYTE = {".parquet": 4, ".jsonl": 1}  # parquet compresses conversations about fourfold
+SAVED_STATE = "state.json"
+SUFFIXES = tuple(file_formats.FORMATS)
 
 
 class RowSource(NamedTuple):
@@ -40,14 +41,16 @@ class RowSource(NamedTuple):
     @property
     def text_size(self) -> int:
         """Approximate bytes of text in the files."""
-        return sum(file.size * TEXT_BYTES_PER_FILE_BYTE[file.suffix] for file in self.files.files)
+        return sum(int(file.size * file_formats.format_of(file.path).text_share) for file in self.files.files)
 
     @property
     def pieces(self) -> list[Piece]:
         return [
-            Piece(file.path, start, min(start + PIECE_BYTES, file.size))
+            Piece(file.path, start, min(start + size, file.size), values=values)
             for file in self.files.files
-            for start in range(0, file.size, PIECE_BYTES)
+            for values in [json.dumps(self.files.partition_values(file))]
+            for size in [PIECE_BYTES if file_formats.format_of(file.path).is_split else max(1, file.size)]
+            for start in range(0, file.size, size)
         ]
 
 
@@ -63,14 +66,16 @@ class Head(NamedTuple):
 
 
 def find(name: str, section: str = "preprocess") -> RowSource:
-    """Return a source with the .parquet and .jsonl files that `name` refers to: a file, a folder's files, or a glob.
+    """Return a source with the files with rows that `name` refers to: a file, a folder's files, or a glob.
 
     `name` is an absolute path or a URI.
 
     Raises:
         UserError: there is no such file, or it cannot be read.
     """
-    return RowSource(files.find(name, SUFFIXES, section))
+    source = RowSource(files.find(name, SUFFIXES, section))
+    _refuse_several_formats(source.files)
+    return _without_indices(source)
 
 
 def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMATS) -> list[RowSource]:
@@ -96,6 +101,40 @@ def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMAT
     return [source._replace(formats=formats) for source in sources]
 
 
+def _refuse_several_formats(found: InputFiles) -> None:
+    """Raise UserError if a folder or a glob has files of several formats: they may be copies of the same rows."""
+    counts = Counter(file_formats.format_of(file.path).name for file in found.files)
+    if len(counts) > 1:
+        each = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()))
+        pattern = f"{found.root}/*{found.files[0].suffix}"
+        raise UserError(
+            f"{found.name} has files of several formats ({each}), which may be copies of the same rows; name those of "
+            f"one format, for example --input {files.uri(found, pattern)}, and add others with --mix INPUT=1."
+        )
+
+
+def _without_indices(source: RowSource) -> RowSource:
+    """Return the source with only the files of data, if `save_to_disk` of the library `datasets` wrote it.
+
+    Raises:
+        UserError: a file of indices chooses among the rows.
+    """
+    found = source.files
+    state = f"{found.root}/{SAVED_STATE}"
+    if found.files[0].suffix != ".arrow" or not found.filesystem.get_file_info(state).is_file:
+        return source
+    with found.filesystem.open_input_file(state) as file:
+        saved = json.load(file)
+    if saved.get("_indices_data_files") or saved.get("_indices_files"):
+        raise UserError(
+            f"a file of indices chooses the rows of {found.name}; load it with datasets.load_from_disk, and save the "
+            "result of its flatten_indices()."
+        )
+    names = {one["filename"] for one in saved["_data_files"]}
+    kept = [file for file in found.files if file.path.rpartition("/")[2] in names]
+    return source._replace(files=found._replace(files=kept))
+
+
 def names_by_setting(sources: list[RowSource]) -> list[tuple[str, str]]:
     """Return a pair for each source: the setting that names the source, and its name."""
     return [("mix" if number else "input", source.name) for number, source in enumerate(sources)]
@@ -108,7 +147,7 @@ def head(source: RowSource, count: int) -> Head:
         UserError: there are no rows, or none of these rows has a known format.
     """
     filesystem = source.files.filesystem
-    raw = list(islice(chain.from_iterable(rows.read(filesystem, piece, ()) for piece in source.pieces), count))
+    raw = list(islice(chain.from_iterable(file_formats.read(filesystem, piece, ()) for piece in source.pieces), count))
     if not raw:
         raise UserError(f"{source.name} holds no rows; correct input in [preprocess], or pass --input.")
     formats, columns, used, problems = set(), set(), set(), Counter[str]()

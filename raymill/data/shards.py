@@ -68,14 +68,19 @@ class PartitionSummary(BaseModel):
     """Bad rows, by reason."""
     sources: dict[int, dict[str, int]]
     """Maps the number of an input to its counts of documents, tokens and trained tokens."""
+    fast_documents: int
+    """Documents that fastokens encoded."""
     train: ShardSummary | None
     eval: ShardSummary | None
 
 
-def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Callable[..., Any]) -> pa.Table:
+def write(
+    rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, use_fastokens: bool, report: Callable[..., Any]
+) -> pa.Table:
     """Write the shards of one partition. Return one row with the column `summary`, a PartitionSummary as JSON.
 
-    `tokenizer_ref` refers to a DocumentTokenizer. After each slice, the function calls `report(rows_packed=…)`.
+    `tokenizer_ref` refers to a DocumentTokenizer; see `fetch` for `use_fastokens`. After each slice, the function calls
+    `report(rows_packed=…)`.
 
     Raises:
         UserError: the shards cannot be written, or the tokenizer raises a UserError.
@@ -84,7 +89,7 @@ def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Cal
     rows = rows.sort_by("key")
     if plan.deduplicate:
         rows = _without_duplicates(rows)
-    tokenizer = fetch(tokenizer_ref)
+    tokenizer = fetch(tokenizer_ref, use_fastokens)
     documents = _tokenize(rows, tokenizer, report)
     pad_id = padding_id(tokenizer.tokenizer)
     good = pc.is_null(documents["problem"])
@@ -99,6 +104,7 @@ def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Cal
         duplicates=read - len(rows),
         rejected=rejected,
         sources=_count_by_source(documents.filter(good), rows["source"]),
+        fast_documents=pc.sum(documents["is_fast"]).as_py(),
         train=_write_shard(documents.filter(pc.and_not(good, held_out)), plan, pad_id, f"train/{name}"),
         eval=_write_shard(documents.filter(pc.and_(good, held_out)), plan, pad_id, f"eval/{name}"),
     )
@@ -106,13 +112,17 @@ def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Cal
 
 
 @functools.cache
-def fetch(tokenizer_ref: ObjectRef) -> DocumentTokenizer:
-    """Return the driver's tokenizer, unpickled once per worker process.
+def fetch(tokenizer_ref: ObjectRef, use_fastokens: bool) -> DocumentTokenizer:
+    """Return the driver's tokenizer, unpickled once per worker process. fastokens may encode rows where it is exact.
 
     This way, no worker loads the tokenizer from the hub, and all workers use the same one.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core; other tasks use the rest
-    return ray.get(tokenizer_ref)
+    # a task has one core; other tasks use the rest
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}
+    tokenizer: DocumentTokenizer = ray.get(tokenizer_ref)
+    if use_fastokens:
+        tokenizer.use_fastokens()
+    return tokenizer
 
 
 def is_held_out(row: bytes, share: float) -> bool:

@@ -55,14 +55,19 @@ def dataset(stream: StreamInput) -> ray.data.Dataset:
     context.enable_progress_bars = False
     context.raise_original_map_exception = True  # otherwise `preprocessing.explain` finds no UserError in it
     return row_dataset.dataset(stream.sources).map_batches(
-        functools.partial(_pack, tokenizer_ref=ray.put(stream.tokenizer), embeddings=stream.embeddings),
+        functools.partial(
+            _pack,
+            tokenizer_ref=ray.put(stream.tokenizer),
+            use_fastokens=preprocessing.use_fastokens(stream.sources, stream.tokenizer),
+            embeddings=stream.embeddings,
+        ),
         batch_size=DOCUMENTS_PACKED_TOGETHER,
         batch_format="pyarrow",
     )
 
 
-def _pack(table: pa.Table, tokenizer_ref: ObjectRef, embeddings: int) -> pa.Table:
-    tokenizer = fetch(tokenizer_ref)
+def _pack(table: pa.Table, tokenizer_ref: ObjectRef, use_fastokens: bool, embeddings: int) -> pa.Table:
+    tokenizer = fetch(tokenizer_ref, use_fastokens)
     packed = pack(tokenizer(table), tokenizer.sequence_length, padding_id(tokenizer.tokenizer))
     largest = pc.max(pc.list_flatten(packed["input_ids"])).as_py()
     if largest is not None and largest >= embeddings:

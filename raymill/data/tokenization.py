@@ -1,6 +1,6 @@
 """Turn rows into tokenized documents with labels, so that only what the model should write is trained."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -9,8 +9,9 @@ import pyarrow as pa
 from raymill.data.chat_template import ChatTemplate, TemplateRejection, suggestion
 from raymill.data.document_encoder import DocumentEncoder, EncodedText
 from raymill.data.examples import BadRow, Completion, Conversation, Example, from_json
-from raymill.data.options import Overlong, PastReasoning, PreprocessOptions, Turns
+from raymill.data.options import Overlong, PastReasoning, PreprocessOptions, TokenizerEngine, Turns
 from raymill.data.row_formats import read_example
+from raymill.data.template_renderer import RenderedText
 from raymill.data.tokenizer import eos_ids, load_tokenizer, read_template
 from raymill.errors import UserError
 
@@ -22,6 +23,7 @@ DOCUMENTS = pa.schema(
         ("labels", pa.list_(pa.int32())),
         ("cut", pa.bool_()),
         ("problem", pa.string()),
+        ("is_fast", pa.bool_()),
     ]
 )
 
@@ -35,6 +37,8 @@ class TokenizedDocument(NamedTuple):
     labels: np.ndarray
     cut: bool
     """Whether tokens were cut off."""
+    is_fast: bool = False
+    """Whether the tokens are those of fastokens."""
 
 
 class DocumentTokenizer:
@@ -49,6 +53,7 @@ class DocumentTokenizer:
         turns: Turns = "all",
         past_reasoning: PastReasoning = "served",
         overlong: Overlong = "truncate",
+        engine: TokenizerEngine = "auto",
     ) -> None:
         """Load the tokenizer of `model`. `chat_template` is the text of a template, not its path.
 
@@ -59,6 +64,7 @@ class DocumentTokenizer:
         self._encoder = DocumentEncoder(self.tokenizer)
         self.sequence_length = sequence_length
         self.overlong = overlong
+        self.engine = engine
         self._model = model
         self.template = (
             ChatTemplate(
@@ -83,7 +89,12 @@ class DocumentTokenizer:
             turns=options.turns,
             past_reasoning=options.past_reasoning,
             overlong=options.overlong,
+            engine=options.tokenizer_engine,
         )
+
+    def use_fastokens(self) -> None:
+        """Let fastokens encode the rows where it is exact. Afterwards, this object cannot be pickled."""
+        self._encoder.use_fastokens()
 
     @property
     def eos_ids(self) -> list[int]:
@@ -98,11 +109,11 @@ class DocumentTokenizer:
         are in a published format.
         """
         examples = [_or_bad_row(self._read, row) for row in table.to_pylist()]
-        rows: list[dict[str, Any]] = []
+        found: list[tuple[int, TokenizedDocument | BadRow]] = []
         for number, encoded in enumerate(self._encode(examples)):
             documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded)
-            rows += [_as_row(number, found) for found in ([documents] if isinstance(documents, BadRow) else documents)]
-        return pa.Table.from_pylist(rows, DOCUMENTS)
+            found += [(number, one) for one in ([documents] if isinstance(documents, BadRow) else documents)]
+        return _as_table(found)
 
     def documents(self, row: Mapping[str, Any]) -> list[TokenizedDocument]:
         """Return the documents of one row, as in `__call__`.
@@ -127,19 +138,26 @@ class DocumentTokenizer:
             )
         return example
 
-    def _encode(self, examples: list[Example | BadRow]) -> Iterator[list[EncodedText] | BadRow]:
+    def _encode(self, examples: list[Example | BadRow]) -> list[list[EncodedText] | BadRow]:
         conversations = [example for example in examples if isinstance(example, Conversation)]
         rendered = iter(self.template.batch(conversations) if self.template else [])
-        for example in examples:
-            if isinstance(example, BadRow):
-                yield example
-            elif isinstance(example, Completion):
-                yield [self._encoder.encode_completion(example.prompt, self._ended(example.completion))]
-            elif isinstance(documents := next(rendered), TemplateRejection):
-                yield BadRow(str(documents))
-            else:
-                encoded = [text for document in documents for text in self._encoder.encode(document)]
-                yield encoded or BadRow("no assistant turn that is trained")
+        texts = [self._texts(example, rendered) for example in examples]
+        good = [text for one in texts if not isinstance(one, BadRow) for text in one]
+        encoded = iter(self._encoder.encode(good))
+        return [one if isinstance(one, BadRow) else [text for _ in one for text in next(encoded)] for one in texts]
+
+    def _texts(
+        self, example: Example | BadRow, rendered: Iterator[list[RenderedText] | TemplateRejection]
+    ) -> Sequence[RenderedText | Completion] | BadRow:
+        """Return the texts to encode. `rendered` yields the texts of the next conversation."""
+        if isinstance(example, BadRow):
+            return example
+        if isinstance(example, Completion):
+            return [example._replace(completion=self._ended(example.completion))]
+        documents = next(rendered)
+        if isinstance(documents, TemplateRejection):
+            return BadRow(str(documents))
+        return documents or BadRow("no assistant turn that is trained")
 
     def _ended(self, completion: str) -> str:
         """Return a text that ends with the EOS token, and has it only once there."""
@@ -172,7 +190,7 @@ class DocumentTokenizer:
         spans = [(start, stop) for start, stop in spans if start < stop]
         for start, stop in spans:
             labels[start:stop] = tokens[start:stop]
-        return TokenizedDocument(tokens, labels, cut=len(text.ids) > len(tokens)) if spans else None
+        return TokenizedDocument(tokens, labels, len(text.ids) > len(tokens), text.is_fast) if spans else None
 
 
 def _or_bad_row(function: Callable[..., T], *arguments: Any) -> T | BadRow:
@@ -182,7 +200,21 @@ def _or_bad_row(function: Callable[..., T], *arguments: Any) -> T | BadRow:
         return bad
 
 
-def _as_row(number: int, document: TokenizedDocument | BadRow) -> dict[str, Any]:
-    if isinstance(document, BadRow):
-        return {"row": number, "input_ids": [], "labels": [], "cut": False, "problem": str(document)}
-    return document._asdict() | {"row": number}
+def _as_table(found: list[tuple[int, TokenizedDocument | BadRow]]) -> pa.Table:
+    """Return numbered documents with the schema DOCUMENTS, without making a Python object of each token."""
+    none = TokenizedDocument(np.zeros(0, np.int32), np.zeros(0, np.int32), cut=False)
+    documents = [none if isinstance(one, BadRow) else one for _, one in found]
+    columns = {
+        "row": [number for number, _ in found],
+        "input_ids": _as_lists([document.input_ids for document in documents]),
+        "labels": _as_lists([document.labels for document in documents]),
+        "cut": [document.cut for document in documents],
+        "problem": [str(one) if isinstance(one, BadRow) else None for _, one in found],
+        "is_fast": [document.is_fast for document in documents],
+    }
+    return pa.table(columns, DOCUMENTS)
+
+
+def _as_lists(arrays: list[np.ndarray]) -> pa.ListArray:
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, np.concatenate([np.zeros(0, np.int32), *arrays]))

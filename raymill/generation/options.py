@@ -9,7 +9,7 @@ class GenerateOptions(settings.Section):
     """The [generate] section of settings.toml. The engines use the settings of [serve]."""
 
     input: str
-    """File, folder, glob or s3:// URI of Parquet or JSONL rows with `messages`, or with a `prompt` to continue."""
+    """File, folder, glob or s3:// URI of rows with `messages`, or with a `prompt` to continue."""
     output: str
     """Folder or s3:// URI for answers/ and rejected/. Rows that already have an answer there are skipped."""
     id_column: str = "id"

@@ -12,12 +12,12 @@ import ray.data
 from ray import ObjectRef
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from raymill.data import rows
+from raymill.data import file_formats, rows
 from raymill.data.examples import BadRow, Completion, Conversation, canonical_json, to_json
+from raymill.data.file_formats import Piece, RawRow
 from raymill.data.messages import normalize_messages, normalize_tools
 from raymill.data.row_dataset import one_task_per_piece
 from raymill.data.row_sources import RowSource
-from raymill.data.rows import Piece, RawRow
 from raymill.data.template_renderer import TemplateFailure, TemplateRenderer
 from raymill.data.tokenizer import SpecialTokens
 from raymill.errors import UserError
@@ -157,7 +157,7 @@ def _read_identities(pieces: pa.Table, source: RowSource, id_column: str, answer
     # without answers, the content does not matter
     columns = (id_column, *COLUMNS) if hashes else (id_column,)
     for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
-        for raw in rows.read(source.files.filesystem, piece, columns):
+        for raw in file_formats.read(source.files.filesystem, piece, columns):
             try:
                 row = rows.parse(raw)
                 ids.append(row_id := _id_of(row, id_column))
@@ -216,7 +216,7 @@ def _read_prompts(
     for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
         good: list[dict[str, Any]] = []
         bad: list[dict[str, Any]] = []
-        for row in rows.read(source.files.filesystem, piece, (tokenizer.id_column, *COLUMNS)):
+        for row in file_formats.read(source.files.filesystem, piece, (tokenizer.id_column, *COLUMNS)):
             try:
                 if prompt := tokenizer.prompt(row, remaining):
                     good.append(prompt)

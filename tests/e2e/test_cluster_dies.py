@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import io
 import json
 import os
 import socket
@@ -189,7 +190,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_log_and_a_status_that_fail_at_once_give_one_error(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
     class Client:
         async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
@@ -205,7 +206,7 @@ def test_a_log_and_a_status_that_fail_at_once_give_one_error(
     with pytest.raises(Unreachable, match="probe-1 may be lost"):
         submission.follow(connection, "probe-1")
     gc.collect()
-    assert not caplog.messages
+    assert not log.getvalue()
 
 
 @pytest.fixture

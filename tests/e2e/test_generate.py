@@ -384,7 +384,7 @@ def test_rows_without_ids_are_refused(made: KilledRuns, tmp_path: Path) -> None:
 
 
 def test_missing_input_is_refused(options: GenerateOptions, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no \.parquet or \.jsonl .* correct input in \[generate\]"):
+    with pytest.raises(UserError, match=r"no \.parquet, .* or \.feather file .* correct input in \[generate\]"):
         generate.main(options.model_copy(update={"input": str(tmp_path)}))
 
 

@@ -106,7 +106,7 @@ def test_a_prompt_and_its_turn_have_their_own_tokens(kind: str) -> None:
     for prompt in PROMPTS:
         for turn in TURNS:
             text = prompt + turn
-            [document] = encoder.encode(RenderedText(text, [(len(prompt), len(text))]))
+            [[document]] = encoder.encode([RenderedText(text, [(len(prompt), len(text))])])
             served = made.encode(prompt, add_special_tokens=False)
             assert document.ids[: len(served)] == served
             assert document.spans == [(len(served), len(document.ids))], "the whole turn is trained, and nothing else"
@@ -129,7 +129,7 @@ def test_each_turn_of_several_follows_what_a_server_would_send(kind: str) -> Non
                 text += f"{turn}</s>\n"
             trained = [
                 (document.ids[:start], document.ids[start:stop])
-                for document in encoder.encode(RenderedText(text, spans))
+                for document in encoder.encode([RenderedText(text, spans)])[0]
                 for start, stop in document.spans
             ]
             served = [made.encode(text[:start], add_special_tokens=False) for start, _ in spans]
@@ -144,7 +144,7 @@ def test_turns_share_a_document_if_their_tokens_are_those_of_the_whole_text() ->
         text = f"<|a|>\n{turn}Q<|a|>\n{turn}"
         second = text.rindex(turn)
         spans = [(6, 6 + len(turn)), (second, len(text))]
-        assert len(encoder.encode(RenderedText(text, spans))) == documents
+        assert len(encoder.encode([RenderedText(text, spans)])[0]) == documents
 
 
 # ---------------------------------------------------------------- texts without a chat template

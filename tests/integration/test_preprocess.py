@@ -155,8 +155,10 @@ def test_each_row_is_in_exactly_one_piece(tmp_path: Path, monkeypatch: pytest.Mo
     write_rows(tmp_path / "rows.jsonl", lines)  # equal lengths, so some lines begin exactly where a piece begins
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet", row_group_size=3)
     monkeypatch.setattr(row_sources, "PIECE_BYTES", piece_bytes)
-    expected = [json.dumps(line, separators=(",", ":")).encode() for line in lines] * 2
-    assert [row["row"] for row in row_sources.head(row_sources.find(str(tmp_path)), 100).rows] == expected
+    expected = [json.dumps(line, separators=(",", ":")).encode() for line in lines]
+    for name in ("rows.jsonl", "rows.parquet"):
+        source = row_sources.find(f"{tmp_path}/{name}")
+        assert [row["row"] for row in row_sources.head(source, 100).rows] == expected
 
 
 def test_one_worker_and_differently_split_files_give_the_same_bytes(
@@ -286,7 +288,8 @@ def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session
 
 
 def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_session: None) -> None:
-    write_rows(tmp_path / "raw" / "a.jsonl", [GOOD] * 200)
+    (tmp_path / "raw").mkdir()
+    pq.write_table(pa.Table.from_pylist([GOOD] * 200), tmp_path / "raw" / "a.parquet")
     (tmp_path / "raw" / "b.parquet").write_bytes(b"PAR1 and nothing more PAR1")
     with pytest.raises(UserError, match=r"b\.parquet is not a valid parquet file \(.*\)\. Replace"):
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / "raw")))
@@ -298,9 +301,9 @@ def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_sessio
 @pytest.mark.parametrize(
     ("content", "name", "sentence"),
     [
-        (None, "missing.jsonl", r"no \.parquet or \.jsonl file at .*missing\.jsonl"),
-        (None, "none/*.parquet", r"no \.parquet or \.jsonl file at"),
-        ("a,b\n1,2\n", "table.csv", r"no \.parquet or \.jsonl file at"),
+        (None, "missing.jsonl", r"no \.parquet, .* or \.feather file at .*missing\.jsonl"),
+        (None, "none/*.parquet", r"no \.parquet, .* or \.feather file at"),
+        ("a,b\n1,2\n", "table.xml", r"no \.parquet, .* or \.feather file at"),
         ("", "empty.jsonl", r"empty\.jsonl holds no rows"),
         (" \n\n", "blank.jsonl", r"blank\.jsonl holds no rows"),
         ('{"a": "a", "b": "b"}\n', "other.jsonl", "its columns are a, b; rename them to messages"),
@@ -335,7 +338,7 @@ def test_the_command_prints_a_one_sentence_error() -> None:
     command = [sys.executable, "-m", "jobs.preprocess", "--input", "missing.jsonl"]
     done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: no .parquet or .jsonl file at")
+    assert done.stderr.startswith("error: no .parquet, .jsonl, .json, .csv, .tsv, .arrow or .feather file at")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -427,7 +430,7 @@ def test_a_bucket_works_like_a_folder(made: Path, many: Path, assets: Path, tmp_
     assert manifest(tmp_path)["content_hash"] == manifest(made)["content_hash"]
     with pytest.raises(UserError, match=r"s3://bucket/packed holds a data set that was made from other input"):
         preprocess.main(options(assets, tmp_path, shard_mib=0.15, seed=1, **in_bucket))
-    with pytest.raises(UserError, match=r"no .parquet or .jsonl file at s3://bucket/nothing"):
+    with pytest.raises(UserError, match=r"no .parquet, .* or .feather file at s3://bucket/nothing"):
         preprocess.main(options(assets, tmp_path, input=f"{s3}/nothing"))
 
 

@@ -1,5 +1,6 @@
 """Test when a cluster counts as used, and when it warns that it is idle."""
 
+import io
 from http.client import IncompleteRead
 from typing import Any
 
@@ -65,10 +66,10 @@ def test_only_new_requests_are_use(head: Head) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no answer"), KeyError("no answer"), IncompleteRead(b"", 7)], ids=repr)
-def test_what_cannot_be_read_counts_as_use(head: Head, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+def test_what_cannot_be_read_counts_as_use(head: Head, log: io.StringIO, error: Exception) -> None:
     head.error = error
     assert head.last_use(Activity(NOW - 1000, 0), NOW) == NOW
-    assert "unknown, so the cluster counts as used: " in caplog.text
+    assert "unknown, so the cluster counts as used: " in log.getvalue()
 
 
 def test_an_idle_cluster_warns_half_an_hour_before_its_end() -> None:

@@ -98,26 +98,27 @@ def test_files_beside_a_table_and_other_metadata_are_read(tmp_path: Path) -> Non
 
 
 def test_skipped_files_are_named_with_their_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, "train.jsonl", "more.json", "c.csv", "x.jsonl.gz", "UPPER.JSONL", "sub/deep.jsonl")
+    write(tmp_path, "train.jsonl", "more.js", "c.txt", "x.jsonl.xz", "UPPER.JSONL", "sub/deep.jsonl", "state.json")
     (tmp_path / "none.jsonl").touch()
     row_sources.find(str(tmp_path))
+    only = "only .parquet, .jsonl, .json, .csv, .tsv, .arrow and .feather files are read"
     assert capsys.readouterr().out == (
-        f"note: {tmp_path}: not read: UPPER.JSONL, c.csv, more.json (only .parquet, .jsonl files are read); none.jsonl "
-        "(empty); sub (subfolders are not searched); x.jsonl.gz (compressed)\n"
+        f"note: {tmp_path}: not read: UPPER.JSONL, c.txt, more.js ({only}); none.jsonl (empty); state.json "
+        "(describes a data set); sub (subfolders are not searched); x.jsonl.xz (compressed)\n"
     )
-    row_sources.find(f"{tmp_path}/*.j*")
+    row_sources.find(f"{tmp_path}/*.js*")
     assert capsys.readouterr().out == (
-        f"note: {tmp_path}/*.j*: not read: more.json (only .parquet, .jsonl files are read); none.jsonl (empty); "
-        "x.jsonl.gz (compressed)\n"
+        f"note: {tmp_path}/*.js*: not read: more.js ({only}); none.jsonl (empty); state.json (describes a data set); "
+        "x.jsonl.xz (compressed)\n"
     )
     row_sources.find(f"{tmp_path}/train.jsonl")
     assert not capsys.readouterr().out
 
 
 def test_many_skipped_files_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, "a.jsonl", *(f"{number}.json" for number in range(2000, 2009)))
+    write(tmp_path, "a.jsonl", *(f"{number}.txt" for number in range(2000, 2009)))
     row_sources.find(str(tmp_path))
-    assert "2000.json, 2001.json, 2002.json, 2003.json, 2004.json and 4 more (only" in capsys.readouterr().out
+    assert "2000.txt, 2001.txt, 2002.txt, 2003.txt, 2004.txt and 4 more (only" in capsys.readouterr().out
 
 
 def test_skipped_documents_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,11 +128,13 @@ def test_skipped_documents_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("file", "reason"), [("x.jsonl.gz", "compressed"), ("sub/a.jsonl", "subfolders"), ("a.json", "only")]
+    ("file", "reason"), [("x.jsonl.xz", "compressed"), ("sub/a.jsonl", "subfolders"), ("a.txt", "only")]
 )
 def test_an_input_with_only_skipped_files_is_refused_with_the_reason(tmp_path: Path, file: str, reason: str) -> None:
     write(tmp_path, file)
-    with pytest.raises(UserError, match=rf"no \.parquet or \.jsonl file at .*, only {file.split('/')[0]} \({reason}"):
+    with pytest.raises(
+        UserError, match=rf"no \.parquet, .* or \.feather file at .*, only {file.split('/')[0]} \({reason}"
+    ):
         row_sources.find(str(tmp_path))
 
 
@@ -146,7 +149,7 @@ def test_an_input_with_only_skipped_files_is_refused_with_the_reason(tmp_path: P
         (("faq-train.jsonl", "faq_validation.jsonl", "other.jsonl"), "", "faq-train.jsonl"),
         (("train-0-of-2.parquet", "train-1-of-2.parquet", "test-0-of-1.parquet"), "", "train-*"),
         (("train/0.parquet", "train/1.parquet", "dev/0.parquet"), "/*/*.parquet", "train/*"),
-        (("train.jsonl", "Eval.parquet"), "", "train.jsonl"),
+        (("train.jsonl", "Eval.jsonl"), "", "train.jsonl"),
     ],
 )
 def test_a_test_split_beside_the_train_split_is_refused(

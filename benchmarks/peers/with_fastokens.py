@@ -5,14 +5,14 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
+os.environ |= {"RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}  # the processes already use all cores
+import fastokens
 import numpy as np
 from exchange import answer
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -51,7 +51,7 @@ def _chunks(file: str) -> Iterator[tuple[int, list[str]]]:
 
 def _begin(model: str, template: str, special: dict[str, str], length: int, output: Path) -> None:
     global TOKENIZER, RENDER, LENGTH, OUTPUT
-    TOKENIZER = Tokenizer.from_file(f"{model}/tokenizer.json")
+    TOKENIZER = fastokens.Tokenizer.from_file(f"{model}/tokenizer.json")
     RENDER = {"chat_template": template, "return_assistant_tokens_mask": True} | special
     LENGTH, OUTPUT = length, output
 
@@ -60,18 +60,21 @@ def _encode(chunk: tuple[int, list[str]]) -> tuple[int, int]:
     """Write the tokens and labels of some lines as arrays. Return the numbers of tokens and of trained tokens."""
     number, lines = chunk
     texts, answers = render_jinja_template([json.loads(line)["messages"] for line in lines], **RENDER)
-    all_tokens, all_labels = [], []
-    for encoding, spans in zip(TOKENIZER.encode_batch(texts, add_special_tokens=False), answers, strict=True):
-        tokens = np.array(encoding.ids, dtype=np.int32)
-        labels = np.full_like(tokens, NOT_TRAINED)
-        for start, stop in spans:
-            first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
-            labels[first : last + 1] = tokens[first : last + 1]
-        all_tokens.append(tokens[:LENGTH])
-        all_labels.append(labels[:LENGTH])
-    tokens, labels = np.concatenate(all_tokens), np.concatenate(all_labels)
-    np.savez(OUTPUT / f"{number}.npz", tokens=tokens, labels=labels, lengths=[len(one) for one in all_tokens])
-    return len(tokens), int((labels != NOT_TRAINED).sum())
+    pieces, is_trained, texts_of_pieces = [], [], []
+    for at, (text, spans) in enumerate(zip(texts, answers, strict=True)):
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        pieces += [text[start:stop] for start, stop in pairwise(edges)]
+        is_trained += [piece % 2 == 1 for piece in range(len(edges) - 1)]
+        texts_of_pieces += [at] * (len(edges) - 1)
+    ids, bounds = TOKENIZER.encode_batch_flat(pieces)
+    tokens = np.frombuffer(ids, np.uint32).astype(np.int32)
+    counts = np.diff(np.frombuffer(bounds, np.uint64).astype(np.int64))
+    labels = np.where(np.repeat(is_trained, counts), tokens, NOT_TRAINED)
+    lengths = np.bincount(np.repeat(texts_of_pieces, counts), minlength=len(texts))
+    within = np.arange(len(tokens)) - np.repeat(list(accumulate(lengths, initial=0))[:-1], lengths)
+    kept = within < LENGTH
+    np.savez(OUTPUT / f"{number}.npz", tokens=tokens[kept], labels=labels[kept], lengths=np.minimum(lengths, LENGTH))
+    return int(kept.sum()), int((labels[kept] != NOT_TRAINED).sum())
 
 
 if __name__ == "__main__":
