@@ -44,7 +44,8 @@ QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_TEMPLATE = (  # ChatML, with the marks that `datasets.map` needs
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '' if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -172,7 +173,8 @@ def _write_llama(folder: Path, tokenizer: Any, shape: dict[str, int]) -> int:
 
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **shape))
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **ends, **shape))
     model.save_pretrained(folder)
     return model.num_parameters()
 
