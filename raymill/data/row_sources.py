@@ -73,9 +73,7 @@ def find(name: str, section: str = "preprocess") -> RowSource:
     Raises:
         UserError: there is no such file, or it cannot be read.
     """
-    source = RowSource(files.find(name, SUFFIXES, section))
-    _refuse_several_formats(source.files)
-    return _without_indices(source)
+    return _without_indices(RowSource(files.find(name, SUFFIXES, section)))
 
 
 def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMATS) -> list[RowSource]:
@@ -84,7 +82,8 @@ def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMAT
     Their rows are in one of these formats.
 
     Raises:
-        UserError: see `find`, an item of `mix` has no valid weight, or an input contains a test split.
+        UserError: see `find`, an item of `mix` has no valid weight, or an input contains a test split, or files of
+            several formats.
     """
     sources = [find(settings.resolve(name))]
     for part in mix:
@@ -98,6 +97,7 @@ def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMAT
         sources.append(find(settings.resolve(other))._replace(weight=value))
     for source in sources:
         files.check_splits(source.files)
+        _refuse_several_formats(source.files)
     return [source._replace(formats=formats) for source in sources]
 
 

@@ -166,8 +166,9 @@ def test_files_of_several_formats_may_be_copies(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "rows.parquet"):
         (tmp_path / name).write_bytes(FILES[name])
     with pytest.raises(UserError, match=rf"several formats \(1 JSONL, 1 parquet\).* --input {tmp_path}/\*\.jsonl, and"):
-        row_sources.find(str(tmp_path))
-    assert len(row_sources.find(f"{tmp_path}/*.jsonl").files.files) == 1
+        row_sources.find_all(str(tmp_path), ())
+    assert len(row_sources.find_all(f"{tmp_path}/*.jsonl", ())[0].files.files) == 1
+    assert len(row_sources.find(str(tmp_path)).files.files) == 2, "generate has ids, and refuses repeated ones"
 
 
 def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_partitions_are_columns(where: str, tmp_path: Path, request: pytest.Fixt
         with filesystem.open_output_stream(f"{folder}/{file}", compression=None) as stream:
             stream.write(content)
     with pytest.raises(UserError, match="several formats"):
-        row_sources.find(base)
+        row_sources.find_all(base, ())
     for file in ("instruction=Why/lang=en/a.jsonl", "instruction=__HIVE_DEFAULT_PARTITION__/a.csv"):
         filesystem.delete_file(f"{folder}/{file}")
     assert [file.path.rpartition("instruction")[2] for file in row_sources.find(base).files.files] == [

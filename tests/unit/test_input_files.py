@@ -149,7 +149,7 @@ def test_an_input_with_only_skipped_files_is_refused_with_the_reason(tmp_path: P
         (("faq-train.jsonl", "faq_validation.jsonl", "other.jsonl"), "", "faq-train.jsonl"),
         (("train-0-of-2.parquet", "train-1-of-2.parquet", "test-0-of-1.parquet"), "", "train-*"),
         (("train/0.parquet", "train/1.parquet", "dev/0.parquet"), "/*/*.parquet", "train/*"),
-        (("train.jsonl", "Eval.jsonl"), "", "train.jsonl"),
+        (("train.jsonl", "Eval.parquet"), "", "train.jsonl"),
     ],
 )
 def test_a_test_split_beside_the_train_split_is_refused(
