@@ -94,8 +94,10 @@ def no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def log() -> Iterator[io.StringIO]:
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """Return a stream with the names and the messages of all that the test logs."""
+    for name in ("ray", "ray.serve"):  # Ray's loggers do not propagate once Ray has configured them
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))

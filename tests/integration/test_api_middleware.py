@@ -6,7 +6,6 @@ import gc
 import gzip
 import io
 import json
-import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -201,7 +200,6 @@ def test_with_a_malformed_list_the_last_valid_keys_stay_and_no_new_replica_start
     file: Path, broken: str, reason: str, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
     monkeypatch.setattr(keys_module, "REFRESH_S", 0.01)
-    monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
     keys = ApiKeys()
 
     async def reread() -> None:

@@ -5,7 +5,6 @@ import functools
 import gc
 import io
 import json
-import logging
 import random
 import re
 import time
@@ -387,11 +386,7 @@ def slow_parser() -> Any:
 
 
 @pytest.mark.parametrize("slow", ["loop", "pattern"])
-def test_a_slow_answer_is_plain_text(
-    slow_parser: Any, slow: str, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("ray", "ray.serve"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+def test_a_slow_answer_is_plain_text(slow_parser: Any, slow: str, log: io.StringIO) -> None:
     assert slow_parser.parse("quick", request()) == (None, "QUICK", None)
     assert slow_parser.parse(f"a {slow}", request()) == (None, f"a {slow}", None)
     assert 'tool_parser = "slow" took too long for' in log.getvalue()
