@@ -318,7 +318,7 @@ def test_maps_are_read_as_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['[{"messages": []}, {"messages": []}]', '[\n  {\n    "messages": []\n  }\n]', "[]"])
 def test_a_json_array_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="can be used: a JSON array instead of one object per line; rename the file to .json"):
+    with pytest.raises(UserError, match=r"can be used: a JSON array instead of one object per line; rename the file"):
         row_sources.head(row_sources.find(str(tmp_path)), 10)
 
 
