@@ -110,7 +110,7 @@ class DocumentEncoder:
             stop = first + len(own)
             fast = all(is_exact[first:stop]) and self._from_tokens(text, own, encoded, starts[first : stop + 1])
             found.append([fast] if fast else self._encode_apart(text))
-            if fast and zlib.crc32(own[-1].encode()) % COMPARED == 0:
+            if fast and zlib.crc32("".join(own).encode()) % COMPARED == 0:
                 _refuse_difference(fast, self._encode_apart(text))
             first = stop
         return found

@@ -6,11 +6,11 @@ JSONL and parquet files are read in pieces, by several tasks. A file of another 
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-import ijson
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSystem
@@ -22,6 +22,9 @@ from raymill.errors import UserError
 BATCH_ROWS = 128  # rows decoded at once; few, because rows can be long
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BUFFER_BYTES = 2**20  # of the content of a file
+JSON_CHARACTERS = 2**20  # read at once
+MAX_JSON_CHARACTERS = 2**28  # in one row; without a limit, a damaged row would read the rest of the file into memory
+WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NOT_AN_OBJECT = "not a JSON object"
 
@@ -76,10 +79,9 @@ def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...]) -> Iter
         try:
             for row in file_format.read(file, piece, columns):
                 yield _with_values(row, values) if values else row
-        except (pa.ArrowInvalid, csv.Error, ijson.JSONError, _BrokenStream) as error:
+        except (pa.ArrowInvalid, _BrokenFile) as error:
             raise UserError(
-                f"{piece.path} is not a valid {file_format.name} file ({str(error).splitlines()[0]}). Replace or "
-                "remove it."
+                f"{piece.path} is not a valid {file_format.name} file ({error}). Replace or remove it."
             ) from None
 
 
@@ -97,8 +99,8 @@ def _with_values(row: RawRow, values: dict[str, str]) -> RawRow:
 # ---------------------------------------------------------------- text
 
 
-class _BrokenStream(Exception):
-    """A compressed file is damaged or incomplete."""
+class _BrokenFile(Exception):
+    """A file is damaged or incomplete. The message says how."""
 
 
 class _Decompressed(io.RawIOBase):
@@ -114,7 +116,7 @@ class _Decompressed(io.RawIOBase):
         try:
             data = self._stream.read(len(buffer))
         except OSError as error:
-            raise _BrokenStream(str(error)) from None
+            raise _BrokenFile(str(error)) from None
         buffer[: len(data)] = data
         return len(data)
 
@@ -126,6 +128,11 @@ def _open(file: pa.NativeFile, piece: Piece) -> io.BufferedReader:
     if content.peek(3)[:3] == BYTE_ORDER_MARK:
         content.read(3)
     return content
+
+
+def _as_text(file: pa.NativeFile, piece: Piece) -> TextIO:
+    """Return the content of a text file. Bytes that are not UTF-8 make only their own row a bad row."""
+    return io.TextIOWrapper(_open(file, piece), "utf-8", errors="surrogateescape", newline="")
 
 
 def _read_lines(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[bytes]:
@@ -144,27 +151,78 @@ def _read_compressed_lines(file: pa.NativeFile, piece: Piece, columns: tuple[str
 
 def _read_json(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[RawRow]:
     """Yield the items of an array, or all objects of a file with one object after another."""
-    content = _open(file, piece)
-    is_array = content.peek(1024).lstrip()[:1] == b"["
-    for item in ijson.items(content, "item" if is_array else "", use_float=True, multiple_values=not is_array):
-        yield item if isinstance(item, dict) else MalformedRow(json.dumps(item).encode(), NOT_AN_OBJECT)
+    for value in _JsonValues(_as_text(file, piece)):
+        yield value if isinstance(value, dict) else MalformedRow(json.dumps(value).encode(), NOT_AN_OBJECT)
+
+
+class _JsonValues:
+    """Iterates over the items of a JSON array, or over the values of a text, and holds only a part of the text.
+
+    ijson would be shorter, but its fast backend replaces half of a surrogate pair by a question mark, and refuses NaN.
+    """
+
+    def __init__(self, text: TextIO) -> None:
+        self._text, self._part, self._at = text, "", 0
+
+    def __iter__(self) -> Iterator[Any]:
+        is_array, count = self._next() == "[", 0
+        self._at += is_array
+        while (found := self._next()) not in ("", "]"):
+            if is_array and count:
+                if found != ",":
+                    raise _BrokenFile(f"no comma after item {count:,}")
+                self._at += 1
+                self._next()
+            count += 1
+            yield self._decode(count)
+        if is_array != (found == "]"):
+            raise _BrokenFile(f"it ends after item {count:,}, within the array" if is_array else "] without [")
+        self._at += is_array
+        if self._next():
+            raise _BrokenFile("text after the end of the array")
+
+    def _decode(self, number: int) -> Any:
+        while True:
+            try:
+                value, self._at = json.JSONDecoder().raw_decode(self._part, self._at)
+                return value
+            except RecursionError:
+                raise _BrokenFile(f"item {number:,} is nested too deeply") from None
+            except json.JSONDecodeError as error:  # perhaps because its end is still to be read
+                if len(self._part) - self._at > MAX_JSON_CHARACTERS or not self._read():
+                    raise _BrokenFile(f"item {number:,}: {error.msg}") from None
+
+    def _next(self) -> str:
+        """Skip white space. Return the next character, or an empty string at the end."""
+        while True:
+            self._at = WHITE_SPACE.match(self._part, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._part) or not self._read():
+                return self._part[self._at : self._at + 1]
+
+    def _read(self) -> bool:
+        """Read as much again as is left, so that the work for a long row stays linear. Return False at the end."""
+        left = self._part[self._at :]
+        added = self._text.read(max(JSON_CHARACTERS, len(left)))
+        self._part, self._at = left + added, 0
+        return bool(added)
 
 
 def _read_csv(delimiter: str) -> Callable[[pa.NativeFile, Piece, tuple[str, ...]], Iterator[RawRow]]:
     def read(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[RawRow]:
         csv.field_size_limit(2**31 - 1)  # Python's default is 131,072 characters
-        # bytes that are not UTF-8 make only their row a bad row
-        text = io.TextIOWrapper(_open(file, piece), "utf-8", errors="surrogateescape", newline="")
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
-        header = next(rows, [])
-        if repeated := sorted({name for name in header if header.count(name) > 1}):
-            raise csv.Error(f"two columns have the name {repeated[0]!r}")
-        for values in rows:
-            if len(values) == len(header):
-                yield dict(zip(header, values, strict=True))
-            elif values:
-                content = json.dumps(values, ensure_ascii=False).encode(errors="surrogateescape")
-                yield MalformedRow(content, "another number of values than the header")
+        rows = csv.reader(_as_text(file, piece), delimiter=delimiter, strict=True)
+        try:
+            header = next(rows, [])
+            if repeated := sorted({name for name in header if header.count(name) > 1}):
+                raise _BrokenFile(f"two columns have the name {repeated[0]!r}")
+            for values in rows:
+                if len(values) == len(header):
+                    yield dict(zip(header, values, strict=True))
+                elif values:
+                    content = json.dumps(values, ensure_ascii=False).encode(errors="surrogateescape")
+                    yield MalformedRow(content, "another number of values than the header")
+        except csv.Error as error:
+            raise _BrokenFile(f"line {rows.line_num:,}: {error}") from None
 
     return read
 
@@ -204,7 +262,7 @@ def _read_arrow(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> 
             for first in range(0, batch.num_rows, BATCH_ROWS):
                 yield from to_rows(batch.slice(first, BATCH_ROWS).select(present))
     except OSError as error:  # a file that ends too early
-        raise _BrokenStream(str(error)) from None
+        raise _BrokenFile(str(error)) from None
 
 
 def _present(schema: pa.Schema, columns: tuple[str, ...]) -> list[str] | None:

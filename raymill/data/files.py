@@ -22,7 +22,7 @@ PARTITION = re.compile(r"([^=/]+)=([^/]*)")
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""Files that the library `datasets` writes beside the rows."""
+"""Files of the `datasets` library that describe a data set and hold no rows."""
 NAMES_SHOWN = 5
 
 

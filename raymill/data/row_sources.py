@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, islice
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from raymill import settings
@@ -16,7 +17,7 @@ from raymill.errors import UserError
 
 PIECE_BYTES = 32 * 2**20  # one task reads this much of a file
 MAX_WEIGHT = 1000
-SAVED_STATE = "state.json"
+SAVED_STATE, CACHE = "state.json", "/cache-"
 SUFFIXES = tuple(file_formats.FORMATS)
 
 
@@ -73,7 +74,7 @@ def find(name: str, section: str = "preprocess") -> RowSource:
     Raises:
         UserError: there is no such file, or it cannot be read.
     """
-    return _without_indices(RowSource(files.find(name, SUFFIXES, section)))
+    return _saved(RowSource(files.find(name, SUFFIXES, section)))
 
 
 def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMATS) -> list[RowSource]:
@@ -106,33 +107,40 @@ def _refuse_several_formats(found: InputFiles) -> None:
     counts = Counter(file_formats.format_of(file.path).name for file in found.files)
     if len(counts) > 1:
         each = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()))
-        pattern = f"{found.root}/*{found.files[0].suffix}"
+        pattern = str(PurePosixPath(found.files[0].path).with_name(f"*{found.files[0].suffix}"))
         raise UserError(
             f"{found.name} has files of several formats ({each}), which may be copies of the same rows; name those of "
             f"one format, for example --input {files.uri(found, pattern)}, and add others with --mix INPUT=1."
         )
 
 
-def _without_indices(source: RowSource) -> RowSource:
-    """Return the source with only the files of data, if `save_to_disk` of the library `datasets` wrote it.
+def _saved(source: RowSource) -> RowSource:
+    """Return the source with only the files of data, if `save_to_disk` of the library `datasets` wrote the folder.
 
     Raises:
-        UserError: a file of indices chooses among the rows.
+        UserError: a file is missing, or a file that is not data chooses among the rows.
     """
     found = source.files
     state = f"{found.root}/{SAVED_STATE}"
     if found.files[0].suffix != ".arrow" or not found.filesystem.get_file_info(state).is_file:
         return source
     with found.filesystem.open_input_file(state) as file:
-        saved = json.load(file)
-    if saved.get("_indices_data_files") or saved.get("_indices_files"):
+        listed = {one["filename"] for one in json.load(file).get("_data_files", [])}
+    if not listed:  # the state of another program
+        return source
+    # the library's `map` and `filter` store their results beside the data
+    names = {PurePosixPath(file.path).name: file for file in found.files if CACHE not in file.path}
+    if others := sorted(names.keys() - listed):
         raise UserError(
-            f"a file of indices chooses the rows of {found.name}; load it with datasets.load_from_disk, and save the "
-            "result of its flatten_indices()."
+            f"{found.root}/{others[0]} is not data of {found.root}, and may choose among its rows; load the folder "
+            "with datasets.load_from_disk, save the result of its flatten_indices(), and pass that --input."
         )
-    names = {one["filename"] for one in saved["_data_files"]}
-    kept = [file for file in found.files if file.path.rpartition("/")[2] in names]
-    return source._replace(files=found._replace(files=kept))
+    if found.name.rstrip("/").endswith(found.root) and (missing := sorted(listed - names.keys())):
+        raise UserError(
+            f"{found.name} is incomplete: {missing[0]} is missing; copy it again, or pass the other files as a glob "
+            "with --input."
+        )
+    return source._replace(files=found._replace(files=list(names.values())))
 
 
 def names_by_setting(sources: list[RowSource]) -> list[tuple[str, str]]:

@@ -181,13 +181,83 @@ def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
     assert {row for row, _ in found} == {rows.checked(row, row_sources.FORMATS)["row"] for row in ROWS[5:100]}
 
 
-def test_rows_that_a_file_of_indices_chooses_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "dataset.arrow").write_bytes(FILES["stream.arrow"])
-    (tmp_path / "indices.arrow").write_bytes(as_arrow([{"indices": 1}], pa.ipc.new_stream))
-    state = {"_data_files": [{"filename": "dataset.arrow"}], "_indices_data_files": [{"filename": "indices.arrow"}]}
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(UserError, match=r"a file of indices chooses the rows of .* flatten_indices"):
-        row_sources.find(str(tmp_path))
+def saved(folder: Path, *files: str) -> str:
+    """Write a folder as `save_to_disk` does, whose state lists two files, and return its path."""
+    for name in files:
+        (folder / name).write_bytes(FILES["stream.arrow"])
+    state = {"_data_files": [{"filename": "data-0.arrow"}, {"filename": "data-1.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    return str(folder)
+
+
+def test_a_saved_folder_with_other_files_or_without_one_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "data-0.arrow", "cache-0123.arrow")
+    with pytest.raises(UserError, match=r"is incomplete: data-1\.arrow is missing; copy it again, .* --input\."):
+        row_sources.find(folder)
+    assert len(row_sources.find(f"{folder}/data-*.arrow").files.files) == 1
+    saved(tmp_path, "data-1.arrow")
+    assert len(row_sources.find(folder).files.files) == 2, "what the library caches is not data"
+    saved(tmp_path, "indices.arrow")
+    with pytest.raises(UserError, match=r"indices\.arrow is not data of .* flatten_indices\(\), and pass that --input"):
+        row_sources.find(folder)
+
+
+def test_arrow_files_beside_the_state_of_another_program_are_read(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"step": 1}')
+    (tmp_path / "a.arrow").write_bytes(FILES["stream.arrow"])
+    assert len(row_sources.find(str(tmp_path)).files.files) == 1
+
+
+JSON_ROWS = (
+    rb'{"instruction": "half a pair \ud800", "output": "a"}',
+    rb'{"instruction": "a pair \ud83d\ude00", "output": "a"}',
+    rb'{"instruction": "q", "output": "a", "score": NaN, "id": 123456789012345678901234567890}',
+    rb'{"instruction": "\u0000", "output": "]},{["}',
+)
+
+
+@pytest.mark.parametrize("characters", [1, 2, 7, 64, 2**20])
+def test_an_array_has_the_same_rows_and_bad_rows_as_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
+) -> None:
+    monkeypatch.setattr(file_formats, "JSON_CHARACTERS", characters)
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(JSON_ROWS))
+    (tmp_path / "a.json").write_bytes(b" [ " + b" ,\n".join(JSON_ROWS) + b" ]\n")
+    (tmp_path / "b.json").write_bytes(b"\n".join(JSON_ROWS))
+    lines, array, objects = (checked(f"{tmp_path}/{name}") for name in ("a.jsonl", "a.json", "b.json"))
+    assert [problem for _, problem in lines] == ["text that is not valid Unicode", None, None, None]
+    assert array[1:] == objects[1:] == lines[1:]
+    assert [problem for _, problem in array] == [problem for _, problem in objects] == [problem for _, problem in lines]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'[{"a": 1}', "it ends after item 1, within the array"),
+        (b'[{"a": 1},', "item 2: "),
+        (b'[{"a": 1} {"a": 2}]', "no comma after item 1"),
+        (b'[{"a": 1}] {"a": 2}', "text after the end of the array"),
+        (b'{"a": 1}]', r"\] without \["),
+        (b'{"a": 1} {"a": ', "item 2: "),
+        (b"[" * 100_000, "item 1 is nested too deeply"),
+    ],
+)
+def test_a_damaged_json_file_says_where(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"a\.json is not a valid JSON file \({reason}"):
+        read(f"{tmp_path}/a.json")
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"[]", b"[ ]\n"])
+def test_an_empty_json_file_has_no_rows(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    assert read(f"{tmp_path}/a.json") == []
+
+
+def test_a_damaged_csv_file_says_where(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'instruction,output\nq,a\nq,"a"b\n')
+    with pytest.raises(UserError, match=r"not a valid CSV file \(line 3: "):
+        read(f"{tmp_path}/a.csv")
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
