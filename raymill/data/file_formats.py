@@ -7,16 +7,20 @@ import csv
 import io
 import json
 import re
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSystem
 
-from raymill.data import files
+from raymill.data import files, lance_rows, optional
 from raymill.data.examples import decode
+from raymill.data.table_columns import TableColumns
 from raymill.errors import UserError
 
 BATCH_ROWS = 128  # rows decoded at once; few, because rows can be long
@@ -50,6 +54,10 @@ class Piece(NamedTuple):
     """Number of the input."""
     values: str = "{}"
     """Columns that all rows of the file have, as JSON."""
+    deleted: bytes = b""
+    """See `files.InputFile`."""
+    table: str = "{}"
+    """What to know about the table that the file belongs to, as JSON: `tables.TableFacts`."""
 
 
 class FileFormat(NamedTuple):
@@ -93,7 +101,9 @@ def _with_values(row: RawRow, values: dict[str, str]) -> RawRow:
         found = decode(row) if isinstance(row, bytes) else row
     except (ValueError, RecursionError):
         return row
-    return values | found if isinstance(found, dict) else row
+    if not isinstance(found, dict):
+        return row
+    return found | {name: value for name, value in values.items() if found.get(name) is None}
 
 
 # ---------------------------------------------------------------- text
@@ -227,24 +237,108 @@ def _read_csv(delimiter: str) -> Callable[[pa.NativeFile, Piece, tuple[str, ...]
     return read
 
 
+def _read_xlsx(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[RawRow]:
+    """Yield the rows of a workbook's only sheet with content. The first row names the columns. All numbers are text."""
+    openpyxl = optional.load("openpyxl", "openpyxl", "Excel files")
+    content = io.BytesIO(file.read())  # a sheet is compressed within the file
+    try:
+        values, formulas = (openpyxl.load_workbook(content, read_only=True, data_only=only) for only in (True, False))
+        for sheet in (*values.worksheets, *formulas.worksheets):
+            sheet.reset_dimensions()  # some programs write wrong ones
+        sheets = [sheet for sheet in values.worksheets if next(sheet.iter_rows(values_only=True), None)]
+        if len(sheets) != 1:
+            raise _BrokenFile(f"{len(sheets)} sheets have content; save the one with the rows as a file of its own")
+        yield from _sheet_rows(sheets[0], formulas[sheets[0].title])
+    except (zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+        raise _BrokenFile(str(error)) from None
+
+
+def _sheet_rows(values: Any, formulas: Any) -> Iterator[RawRow]:
+    rows, originals = values.iter_rows(values_only=True), formulas.iter_rows(values_only=True)
+    header = ["" if name is None else str(name) for name in next(rows)]
+    next(originals)
+    while header and not header[-1]:
+        header.pop()
+    if "" in header:
+        raise _BrokenFile(f"column {header.index('') + 1} has no name")
+    if repeated := sorted({name for name in header if header.count(name) > 1}):
+        raise _BrokenFile(f"two columns have the name {repeated[0]!r}")
+    for row, original in zip(rows, originals, strict=True):
+        found = [_cell(value) for value in row]
+        content = json.dumps(found, ensure_ascii=False, default=str).encode()
+        if any(value is None and formula is not None for value, formula in zip(row, original, strict=True)):
+            yield MalformedRow(content, "a formula without a stored value")
+        elif any(value is not None for value in found[len(header) :]):
+            yield MalformedRow(content, "another number of values than the header")
+        elif any(value is not None for value in found):
+            yield {name: value for name, value in zip(header, found, strict=False) if value is not None}
+
+
+def _cell(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 # ---------------------------------------------------------------- columns
 
 
 def _read_row_groups(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     parquet = pq.ParquetFile(file)
-    groups = [
-        group
-        for group in range(parquet.num_row_groups)
-        if piece.start <= _first_byte(parquet.metadata.row_group(group)) < piece.stop
-    ]
-    present = _present(parquet.schema_arrow, columns)
+    described = [parquet.metadata.row_group(group) for group in range(parquet.num_row_groups)]
+    groups = [group for group, found in enumerate(described) if piece.start <= _first_byte(found) < piece.stop]
+    table = _table_columns(piece, parquet.schema_arrow)
+    present = table.present(columns) if table else _present(parquet.schema_arrow, columns)
+    deleted = _deleted(piece, sum(found.num_rows for found in described))
+    row = sum(found.num_rows for found in described[: groups[0]]) if groups else 0
     for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=present):
-        yield from to_rows(batch)
+        if deleted is not None:
+            row, kept = row + len(batch), ~deleted[row : row + len(batch)]
+            batch = batch.filter(pa.array(kept))
+        yield from map(table.rename, to_rows(batch)) if table else to_rows(batch)
+
+
+def _table_columns(piece: Piece, schema: pa.Schema) -> TableColumns | None:
+    """Return the columns of a file of a table, or None for another file.
+
+    Raises:
+        _BrokenFile: the file has none of the table's columns.
+    """
+    if columns := json.loads(piece.table).get("columns"):
+        try:
+            return TableColumns(columns, schema)
+        except ValueError as error:
+            raise _BrokenFile(str(error)) from None
+    return None
+
+
+def _deleted(piece: Piece, rows: int) -> np.ndarray | None:
+    """Return whether each row of a table's file is deleted, or None if no row is.
+
+    Raises:
+        _BrokenFile: the file has fewer rows than are deleted.
+    """
+    if not piece.deleted:
+        return None
+    bits = np.unpackbits(np.frombuffer(zlib.decompress(piece.deleted), np.uint8)).astype(bool)
+    if bits[rows:].any():
+        raise _BrokenFile(f"the table has deleted rows after the file's last row, {rows:,}")
+    return np.pad(bits[:rows], (0, max(0, rows - len(bits))))
 
 
 def _first_byte(group: pq.RowGroupMetaData) -> int:
     column = group.column(0)
     return column.dictionary_page_offset or column.data_page_offset
+
+
+def _read_lance(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Read the rows of a dataset that stand for this share of its bytes. The file is one of its files."""
+    dataset = json.loads(piece.table)
+    first, stop = (dataset["rows"] * at // dataset["bytes"] for at in (piece.start, piece.stop))
+    try:
+        for batch in lance_rows.read(dataset["location"], dataset["version"], first, stop, columns):
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield from to_rows(batch.slice(start, BATCH_ROWS))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise _BrokenFile(str(error)) from None
 
 
 def _read_arrow(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -294,11 +388,15 @@ TEXT = {
     ".csv": FileFormat("CSV", _read_csv(",")),
     ".tsv": FileFormat("TSV", _read_csv("\t")),
 }
+LANCE = ".lance"
+"""The suffix of files in a Lance dataset. One alone holds only some columns of some rows."""
 COMPRESSED_SHARE = 4  # text shrinks about fourfold
 FORMATS = {
     ".parquet": FileFormat("parquet", _read_row_groups, is_split=True, text_share=COMPRESSED_SHARE),
     **TEXT,
     ".jsonl": FileFormat("JSONL", _read_lines, is_split=True),
+    ".xlsx": FileFormat("Excel", _read_xlsx, text_share=COMPRESSED_SHARE),
+    LANCE: FileFormat("Lance", _read_lance, is_split=True),
     ".arrow": FileFormat("Arrow", _read_arrow),
     ".feather": FileFormat("Feather", _read_arrow),
     **{

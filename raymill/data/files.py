@@ -1,6 +1,7 @@
 """Find the files of an input, which is a file, a folder, a glob or a URI."""
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,10 @@ class InputFile(NamedTuple):
     """In bytes."""
     modified_ns: int
     """In nanoseconds since 1970."""
+    values: str = "{}"
+    """Columns that all of its rows have, as JSON."""
+    deleted: bytes = b""
+    """A compressed bit for each row: whether the row is deleted."""
 
     @property
     def suffix(self) -> str:
@@ -49,17 +54,15 @@ class InputFiles(NamedTuple):
     root: str
     """The folder that all paths start with."""
     files: list[InputFile]
+    version: int | None = None
+    """The version of a table."""
+    table: str = "{}"
+    """What readers of a table's files must know about it, as JSON. See `tables.Current`."""
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
-
-    def partition_values(self, file: InputFile) -> dict[str, str]:
-        """Return the columns that the names of a file's folders give to its rows."""
-        found = map(PARTITION.fullmatch, _folders(file.path, self.root))
-        pairs = [(unquote(match[1]), unquote(match[2])) for match in found if match]
-        return {column: value for column, value in pairs if value != NULL_PARTITION}
 
 
 def suffix(path: str) -> str:
@@ -89,15 +92,17 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{name} cannot be read ({error}); correct input in [{section}], or pass --input.") from None
     files = sorted(
-        InputFile(info.path, info.size, info.mtime_ns or 0)
+        InputFile(info.path, info.size, info.mtime_ns or 0, _partition_values(info.path, root))
         for info in found
         if info.is_file and suffix(info.path) in suffixes and PurePosixPath(info.path).name not in METADATA
     )
     read, known = [file.path for file in files] or [path], [info.path for info in nearby]
     if table := find_table(filesystem, read, known, root, min_depth=hub.REPOSITORY_DEPTH if on_hub else 1):
+        is_part = table[0] != path.rstrip("/") and table[1] != "Hudi" and not on_hub
+        instead = f"pass --input {uri(name, table[0])}, or " if is_part else ""
         raise UserError(
-            f"{name} belongs to the {table[1]} table {table[0]}, where files of deleted rows remain; write the table's "
-            f"current rows to parquet or JSONL files, and name those in [{section}], or pass --input."
+            f"{name} belongs to the {table[1]} table {table[0]}, where files of deleted rows remain; {instead}write "
+            f"the table's current rows to parquet or JSONL files, and name those in [{section}], or pass --input."
         )
     skipped = _skipped(found, suffixes, root)
     if not files:
@@ -132,6 +137,13 @@ def _is_in_partition(info: FileInfo, root: str) -> bool:
     """Return whether this is a file of a partition, or something else that is not in a subfolder."""
     is_partition = _is_folder(info) and PARTITION.fullmatch(info.base_name)
     return not is_partition and all(map(PARTITION.fullmatch, _folders(info.path, root)))
+
+
+def _partition_values(path: str, root: str) -> str:
+    """Return the columns that the names of a file's folders give to its rows, as JSON."""
+    found = map(PARTITION.fullmatch, _folders(path, root))
+    pairs = [(unquote(match[1]), unquote(match[2])) for match in found if match]
+    return json.dumps({column: value for column, value in pairs if value != NULL_PARTITION})
 
 
 def _folders(path: str, root: str) -> tuple[str, ...]:
@@ -198,6 +210,11 @@ def _fixed_folder(path: str) -> str:
     parts = PurePosixPath(path).parts
     wildcards = [number for number, part in enumerate(parts) if WILDCARD.search(part)]
     return str(PurePosixPath(*parts[: min([*wildcards, len(parts) - 1])]))
+
+
+def table_at(filesystem: FileSystem, folder: str) -> str | None:
+    """Return the format of the table whose folder this is."""
+    return _tables(_marker_paths(filesystem, PurePosixPath(folder))).get(PurePosixPath(folder))
 
 
 MARKERS = {
@@ -274,10 +291,15 @@ def check_splits(source: InputFiles) -> None:
         return
     first = PurePosixPath(tests[0]).relative_to(source.root)
     some = f"{first} and {len(tests) - 1:,} more files" if len(tests) > 1 else str(first)
+    if trains and source.version is not None:
+        raise UserError(
+            f"{source.name} has both a train split and what looks like a test split ({some}); write the rows of the "
+            "train split to parquet files, and pass those as --input."
+        )
     if trains:
         raise UserError(
             f"{source.name} has both a train split and what looks like a test split ({some}); pass --input "
-            f"{uri(source, _pattern(trains, tests))}, and to train on both, add the other files with --mix INPUT=1."
+            f"{uri(source.name, _pattern(trains, tests))}, and to train on both, add the others with --mix INPUT=1."
         )
     print(printable(f"note: {source.name}: trains on {some}, which looks like a test split"), flush=True)
 
@@ -292,7 +314,13 @@ def _pattern(trains: list[str], tests: list[str]) -> str:
     return trains[0] if len(trains) == 1 or any(path.startswith(prefix) for path in tests) else f"{prefix}*"
 
 
-def uri(source: InputFiles, path: str) -> str:
-    """Return the URI of a path on the file system of an input."""
-    scheme, separator, _ = source.name.rpartition("://")
+def uri(name: str, path: str) -> str:
+    """Return the URI of a path on the file system of the input `name`."""
+    scheme, separator, _ = name.rpartition("://")
     return f"{scheme}{separator}{path}"
+
+
+def object_store_options() -> dict[str, str]:
+    """Return options that allow plain HTTP if the S3 endpoint uses it, as in the tests."""
+    plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+    return {"allow_http": "true"} if plain else {}

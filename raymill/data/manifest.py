@@ -36,7 +36,8 @@ def configuration(
                 "weight": source.weight,
                 "files": len(source.files.files),
                 "bytes": source.size,
-                "hash": hashlib.sha256(json.dumps(source.files.files).encode()).hexdigest(),
+                "hash": hashlib.sha256(json.dumps([file[:3] for file in source.files.files]).encode()).hexdigest(),
+                **({} if source.files.version is None else {"version": source.files.version}),
             }
             for source in sources
         ],

@@ -16,8 +16,9 @@ class PreprocessOptions(settings.Section):
     """The [preprocess] section of settings.toml."""
 
     input: str
-    """Parquet, JSONL, JSON, CSV, TSV, Arrow or Feather with conversations, instructions with answers, prompts with
-    completions, or text: a file, folder, glob, s3:// URI, or hf://datasets/OWNER/NAME."""
+    """Parquet, JSONL, JSON, CSV, TSV, Arrow, Feather or Excel with conversations, instructions with answers, prompts
+    with completions, or text: a file, folder, glob, s3:// URI, or hf://datasets/OWNER/NAME; or a Delta, Iceberg or
+    Lance table, with @version=N after its path for an older version."""
     mix: tuple[str, ...] = ()
     """More inputs, each written as INPUT=WEIGHT. Each row of INPUT is used WEIGHT times on average."""
     output: str

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from raymill import settings
-from raymill.data import file_formats, files, rows
+from raymill.data import file_formats, files, rows, tables
 from raymill.data.examples import BadRow
 from raymill.data.file_formats import Piece
 from raymill.data.files import InputFiles
@@ -18,7 +18,7 @@ from raymill.errors import UserError
 PIECE_BYTES = 32 * 2**20  # one task reads this much of a file
 MAX_WEIGHT = 1000
 SAVED_STATE, CACHE = "state.json", "/cache-"
-SUFFIXES = tuple(file_formats.FORMATS)
+SUFFIXES = tuple(suffix for suffix in file_formats.FORMATS if suffix != file_formats.LANCE)  # of files with rows
 
 
 class RowSource(NamedTuple):
@@ -47,9 +47,8 @@ class RowSource(NamedTuple):
     @property
     def pieces(self) -> list[Piece]:
         return [
-            Piece(file.path, start, min(start + size, file.size), values=values)
+            Piece(file.path, start, min(start + size, file.size), 0, file.values, file.deleted, self.files.table)
             for file in self.files.files
-            for values in [json.dumps(self.files.partition_values(file))]
             for size in [PIECE_BYTES if file_formats.format_of(file.path).is_split else max(1, file.size)]
             for start in range(0, file.size, size)
         ]
@@ -67,13 +66,15 @@ class Head(NamedTuple):
 
 
 def find(name: str, section: str = "preprocess") -> RowSource:
-    """Return a source with the files with rows that `name` refers to: a file, a folder's files, or a glob.
+    """Return a source with the files with rows that `name` refers to: a file, a folder's files, a glob, or a table.
 
-    `name` is an absolute path or a URI.
+    `name` is an absolute path or a URI. After that of a table, @version=N may follow.
 
     Raises:
-        UserError: there is no such file, or it cannot be read.
+        UserError: there is no such file, table or version, or it cannot be read.
     """
+    if table := tables.find(name, section):
+        return RowSource(table)
     return _saved(RowSource(files.find(name, SUFFIXES, section)))
 
 
@@ -93,6 +94,8 @@ def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMAT
             value = float(weight)
         except ValueError:
             value = 0.0
+        if f"{other}=".endswith(tables.VERSION):
+            raise UserError(f"mix has {part!r}, without a weight after the version; write {part}=WEIGHT.")
         if not other or not 0 < value < MAX_WEIGHT:
             raise UserError(f"mix has {part!r}; write INPUT=WEIGHT, with a weight above 0 and below {MAX_WEIGHT}.")
         sources.append(find(settings.resolve(other))._replace(weight=value))
@@ -110,7 +113,7 @@ def _refuse_several_formats(found: InputFiles) -> None:
         pattern = str(PurePosixPath(found.files[0].path).with_name(f"*{found.files[0].suffix}"))
         raise UserError(
             f"{found.name} has files of several formats ({each}), which may be copies of the same rows; name those of "
-            f"one format, for example --input {files.uri(found, pattern)}, and add others with --mix INPUT=1."
+            f"one format, for example --input {files.uri(found.name, pattern)}, and add others with --mix INPUT=1."
         )
 
 

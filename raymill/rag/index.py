@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from lancedb.index import FTS, IvfFlat
 
+from raymill.data.files import object_store_options
 from raymill.errors import UserError
 from raymill.rag.answers import ScoredChunk
 from raymill.rag.documents import CHUNKS
@@ -63,7 +64,7 @@ class Writer:
         columns = [pa.field("source", pa.string()), *CHUNKS, pa.field("vector", pa.list_(pa.float32(), dimension))]
         self._schema = pa.schema(columns, metadata={CONFIG_KEY: json.dumps(config._asdict())})
         self._source, self._confirm = source, confirm
-        database = lancedb.connect(location, storage_options=_storage_options())
+        database = lancedb.connect(location, storage_options=object_store_options())
         if fresh or TABLE not in database.list_tables().tables:
             self._table = database.create_table(TABLE, schema=self._schema, mode="overwrite")
             self._table.create_index("text", config=FULL_TEXT)
@@ -135,7 +136,7 @@ class Reader:
             UserError: there is no index.
         """
         latest = timedelta(0)
-        options = _storage_options()
+        options = object_store_options()
         database = await lancedb.connect_async(location, storage_options=options, read_consistency_interval=latest)
         if TABLE not in (await database.list_tables()).tables:
             raise UserError(f"no index in {location}. Run: {inv('submit embed')}")
@@ -178,9 +179,3 @@ def _config(schema: pa.Schema) -> IndexConfig:
 
 def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def _storage_options() -> dict[str, str]:
-    """Return options that allow plain HTTP if the S3 endpoint uses it, as in the tests."""
-    plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
-    return {"allow_http": "true"} if plain else {}

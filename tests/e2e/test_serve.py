@@ -170,8 +170,9 @@ def test_the_engine_computes_in_its_own_process() -> None:
 
 
 def test_compiled_kernels_outlive_the_cluster(client: openai.OpenAI) -> None:
-    # the engine compiles them for its first request with log probabilities
-    client.chat.completions.create(model="tiny", messages=user("hi"), max_tokens=1, logprobs=True)
+    # the engine compiles them for its first request with log probabilities, which takes minutes on a busy machine
+    patient = client.with_options(timeout=600)
+    patient.chat.completions.create(model="tiny", messages=user("hi"), max_tokens=1, logprobs=True)
     assert list(Path(sys.prefix, "kernels").rglob("*.so"))
     assert not list(Path(os.environ["TMPDIR"]).glob("torchinductor*/precompiled_headers/*"))
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deltalake
+import lancedb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -196,6 +198,33 @@ def test_parquet_and_jsonl_rows_are_the_same_rows(assets: Path, tmp_path: Path, 
     preprocess.main(options(assets, tmp_path, input=str(tmp_path / "raw" / "pairs.parquet")))
     preprocess.main(options(assets, tmp_path / "jsonl"))
     assert shard_bytes(tmp_path) == shard_bytes(tmp_path / "jsonl")
+
+
+def test_a_table_gives_the_same_bytes_as_its_live_rows_and_its_version_counts(
+    assets: Path, tmp_path: Path, ray_session: None
+) -> None:
+    found = [json.loads(line) for line in (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    table = pa.Table.from_pylist([{"id": number, "messages": row["messages"]} for number, row in enumerate(found)])
+    name = str(tmp_path / "table")
+    deltalake.write_deltalake(name, table)
+    deltalake.DeltaTable(name).delete("id % 2 = 1")
+    preprocess.main(options(assets, tmp_path / "all", input=f"{name}@version=0"))
+    preprocess.main(options(assets, tmp_path / "delta", input=name))
+    database = lancedb.connect(tmp_path)
+    database.create_table("rows", table).delete("id % 2 = 1")
+    preprocess.main(options(assets, tmp_path / "lance", input=str(tmp_path / "rows.lance")))
+    live = write_rows(tmp_path / "live.jsonl", found[::2])
+    preprocess.main(options(assets, tmp_path / "live", input=str(live)))
+    expected = shard_bytes(tmp_path / "live")
+    assert shard_bytes(tmp_path / "delta") == shard_bytes(tmp_path / "lance") == expected
+    assert shard_bytes(tmp_path / "all") != expected
+    versions = {
+        kind: manifest(tmp_path / kind)["input"][0].get("version") for kind in ("all", "delta", "lance", "live")
+    }
+    assert versions == {"all": 0, "delta": 1, "lance": 2, "live": None}
+    deltalake.DeltaTable(name).alter.set_table_name("renamed")  # a version with the same files
+    with pytest.raises(UserError, match="made from other input"):
+        preprocess.main(options(assets, tmp_path / "delta", input=name))
 
 
 def test_another_seed_gives_another_order_but_the_same_evaluation_rows(

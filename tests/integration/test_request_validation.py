@@ -254,13 +254,13 @@ def test_a_long_prompt_delays_no_short_one(assets: Path, monkeypatch: pytest.Mon
         return len((await renderer._tokenize_singleton_prompt_async({"prompt": text}, params))["prompt_token_ids"])
 
     async def check() -> None:
-        long = [asyncio.create_task(tokenize("abcdefghij" * 390_000)) for _ in range(3)]
+        long = [asyncio.create_task(tokenize("abcdefghij" * 60_000)) for _ in range(3)]
         await asyncio.sleep(0.01)
         long[1].cancel()  # the client disconnects while its prompt waits
         long[0].cancel()  # and this one while the tokenizer works, which nothing can stop
         assert await asyncio.create_task(tokenize("a short prompt")) < 10
         assert not long[2].done()
-        assert await long[2] > 100_000
+        assert await long[2] > 15_000
 
     asyncio.run(asyncio.wait_for(check(), 120))
     renderer.shutdown()

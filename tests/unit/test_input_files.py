@@ -41,20 +41,22 @@ ICEBERG = ("table/metadata/v2.metadata.json", "table/metadata/snap-1.avro", "tab
 HUDI = ("table/.hoodie/hoodie.properties", "table/a.parquet")
 LANCE = ("table/_versions/1.manifest", "table/_transactions/0-1.txn", "table/data/a.lance")
 TABLES = {
-    "Delta: the folder": (DELTA, "table"),
-    "Delta: with a slash": (DELTA, "table/"),
     "Delta: a file": (DELTA, "table/a.parquet"),
     "Delta: a glob": (DELTA, "table/*.parquet"),
     "Delta: a partition": (DELTA, "table/year=2026"),
     "Delta: a glob above": (DELTA, "*/*.parquet"),
     "Delta: a glob over partitions": (DELTA, "t*/*/*.parquet"),
     "Delta: a checkpoint in the log": ((*DELTA, "table/_delta_log/1.checkpoint.parquet"), "table/_delta_log"),
-    "Iceberg: the folder": (ICEBERG, "table"),
     "Iceberg: the data": (ICEBERG, "table/data/day=1"),
     "Iceberg: a glob": (ICEBERG, "table/data/*/*.parquet"),
-    "Lance: the folder": (LANCE, "table"),
     "Lance: a file": (LANCE, "table/data/a.lance"),
     "Hudi: the folder": (HUDI, "table"),
+}
+BROKEN = {
+    "Delta: the folder": (DELTA, "table"),
+    "Delta: with a slash": (DELTA, "table/"),
+    "Iceberg: the folder": (ICEBERG, "table"),
+    "Lance: the folder": (LANCE, "table"),
 }
 
 
@@ -71,6 +73,17 @@ def test_a_table_with_deleted_rows_is_refused(
     ) as error:
         row_sources.find(f"{base}/{name}")
     assert f"the {case.split(':')[0]} table" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["local", "s3"])
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_table_is_one_sentence(case: str, where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    files, name = BROKEN[case]
+    write(tmp_path, *files)
+    base = tmp_path if where == "local" else upload(tmp_path, request.getfixturevalue("s3"), case)
+    with pytest.raises(UserError, match=r"table/? cannot be read \(.*\); pass another --input") as error:
+        row_sources.find(f"{base}/{name}")
     assert "\n" not in str(error.value)
 
 
@@ -101,7 +114,7 @@ def test_skipped_files_are_named_with_their_reasons(tmp_path: Path, capsys: pyte
     write(tmp_path, "train.jsonl", "more.js", "c.txt", "x.jsonl.xz", "UPPER.JSONL", "sub/deep.jsonl", "state.json")
     (tmp_path / "none.jsonl").touch()
     row_sources.find(str(tmp_path))
-    only = "only .parquet, .jsonl, .json, .csv, .tsv, .arrow and .feather files are read"
+    only = "only .parquet, .jsonl, .json, .csv, .tsv, .xlsx, .arrow and .feather files are read"
     assert capsys.readouterr().out == (
         f"note: {tmp_path}: not read: UPPER.JSONL, c.txt, more.js ({only}); none.jsonl (empty); state.json "
         "(describes a data set); sub (subfolders are not searched); x.jsonl.xz (compressed)\n"
