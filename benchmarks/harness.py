@@ -25,6 +25,7 @@ from raymill import environment, job, settings
 from raymill.demo import assets
 from raymill.demo.assets import Fact
 from raymill.errors import UserError
+from raymill.job_context import JobContext
 from raymill.network import free_ports
 from raymill.serving import haproxy
 from raymill.submission import LocalRaySection
@@ -212,26 +213,32 @@ def scratch() -> Iterator[Path]:
 def one_ray(cpus: int | None = None) -> Iterator[None]:
     """Run one Ray instance for all rounds, so that no round includes its start.
 
-    It has the resources of the target `local`. If `cpus` is given, it has this number of CPUs instead.
+    It has the resources of the target `local`, and its workers are forks, as with `inv up`. If `cpus` is given, it has
+    this number of CPUs instead.
     """
     import ray
+
+    from raymill.ray_support.private import core, forks
 
     own = settings.load(LocalRaySection, "ray")
     temp = tempfile.mkdtemp(prefix="ray-bench-")  # short, because a socket path may have at most 107 bytes
     os.environ |= haproxy.variables(temp, *free_ports(1))
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # state tracking needs the dashboard, which is not started
+    fork_server = forks.start(temp, JobContext.names())
     try:
-        ray.init(
+        core.init(
+            temp,
             address="local",
             num_cpus=cpus or own.num_cpus,
             object_store_memory=own.object_store_mib * 2**20,
             include_dashboard=False,
             log_to_driver=False,
-            _temp_dir=temp,
         )
         yield
     finally:
         ray.shutdown()
+        if fork_server:
+            fork_server.communicate()
         shutil.rmtree(temp, ignore_errors=True)
 
 

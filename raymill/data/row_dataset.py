@@ -53,10 +53,15 @@ def _repeat(rows: Iterable[dict[str, Any]], source: int, weight: float, seed: in
     A hash of the row decides whether a fractional weight is rounded up.
     """
     for row in rows:
-        digest = hashlib.blake2b(row["row"], digest_size=8, key=str(seed).encode(), person=b"mix").digest()
-        copies = 1 if row["problem"] else int(weight + int.from_bytes(digest) / 2**64)
-        for copy in range(copies):
+        for copy in range(1 if row["problem"] else _copies(row["row"], weight, seed)):
             yield row | {"source": source, "copy": copy}
+
+
+def _copies(row: bytes, weight: float, seed: int) -> int:
+    if weight == int(weight):
+        return int(weight)
+    digest = hashlib.blake2b(row, digest_size=8, key=str(seed).encode(), person=b"mix").digest()
+    return int(weight + int.from_bytes(digest) / 2**64)
 
 
 def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[pa.Table]:

@@ -33,6 +33,7 @@ def _python_path(variables: Mapping[str, str]) -> list[str]:
     return folders.split(os.pathsep) if folders else []
 
 
+ENVIRONMENT = dict(os.environ)  # without what the imports set: in a new process, they would do it again
 SERVER = socket.socket(socket.AF_UNIX)
 if __name__ == "__main__":
     del sys.path[: 1 + len(_python_path(os.environ))]  # the folders of this program, and of PYTHONPATH
@@ -137,7 +138,7 @@ class Request:
 
     def fits(self, late: set[str], imported: Imported) -> bool:
         """Return whether a fork of this process can do this."""
-        wanted, own = self.variables, dict(os.environ)
+        wanted, own = self.variables, ENVIRONMENT
         if imported.has_changed() or imported.is_shadowed([self.folder, *_python_path(wanted)]):
             return False
         if _rights(self.client) != _rights(os.getpid()):
