@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import string
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.report import Result, at_least, at_most
 from jobs import preprocess
 from jobs.preprocess import PreprocessOptions
 from raymill import settings
+from raymill.data.filters.options import FilterOptions
 from raymill.errors import UserError
 
 ROWS, ROUNDS = 300_000, 9
@@ -29,6 +31,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "nu
 KINDS = {"short": 1, "six turns": 3, "long": 20, "own system prompts": 1}
 """Number of questions in each kind of row. A row of the comparison has one to three."""
 KIND_ROWS = 30_000
+FILTER_ROWS, FILTER_ROUNDS = 100_000, 3
 
 
 class Work(NamedTuple):
@@ -59,12 +62,14 @@ def measure() -> Result:
             }
             rounds = harness.alternate(timed, ROUNDS, "rows/s")
             kinds = [_kind(name, folder, start_up["preprocess"]) for name in KINDS]
+            filtered = _filtered_share(folder)
         memory = [_peak_mib(rows, folder) for rows in (MEMORY_ROWS, 10 * MEMORY_ROWS)]
     by_datasets, by_bare = (harness.median_ratio(rounds, "preprocess", name) for name in list(ways)[1:])
     return {
         "bars": [
             at_least(2.5, "median ratio of rows/s to datasets.map", by_datasets),
             at_least(0.4, "median ratio of rows/s to the bare loop", by_bare),
+            at_most(1.4, "ratio of time with near_duplicates and decontaminate", filtered),
             at_most(1.2, f"ratio of memory, {10 * MEMORY_ROWS:,} to {MEMORY_ROWS:,} rows", memory[1] / memory[0]),
         ],
         "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)]
@@ -74,12 +79,42 @@ def measure() -> Result:
     }
 
 
+def _filtered_share(folder: Path) -> float:
+    """Return how much longer the job takes with both filters that compare rows. One row in twenty is a near-duplicate.
+
+    Both times include the start-up.
+    """
+    draw = random.Random(0)
+    words = [f"{first}{second}" for first in string.ascii_lowercase for second in string.ascii_lowercase]
+    found = []
+    for number in range(FILTER_ROWS):
+        near = number and number % 20 == 0
+        answer = [*found[-1][:-1], "other"] if near else draw.choices(words, k=80)
+        found.append(answer)
+    made = (
+        {"messages": [_message("user", f"What is {one[0]}?"), _message("assistant", " ".join(one))]} for one in found
+    )
+    rows = harness.write_rows(folder / "filtered.jsonl", made)
+    questions = [{"question": " ".join(draw.choices(words, k=30))} for _ in range(1000)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    filters = FilterOptions(near_duplicates=0.8, decontaminate=(str(folder / "questions.jsonl"),))
+    ways = {
+        "filtered": lambda: FILTER_ROWS / _ours(rows, folder, filters=filters).seconds,
+        "unfiltered": lambda: FILTER_ROWS / _ours(rows, folder).seconds,
+    }
+    return 1 / harness.median_ratio(harness.alternate(ways, FILTER_ROUNDS, "rows/s"), *ways)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
 def _rows_per_s(way: Callable[[Path, Path], Work], rows: Path, folder: Path, start_up_s: float) -> float:
     """Return the rows/s without the start-up, which takes a few seconds for any number of rows."""
     return (ROWS - FEW) / (way(rows, folder).seconds - start_up_s)
 
 
-def _ours(rows: Path, folder: Path) -> Work:
+def _ours(rows: Path, folder: Path, **changed: Any) -> Work:
     """Run the job on the running Ray instance.
 
     Every run makes the same number of shards, because each shard is a task, and starting a task takes time.
@@ -95,7 +130,7 @@ def _ours(rows: Path, folder: Path) -> Work:
         "shard_mib": options.shard_mib * share,
         "eval_share": EVAL_SHARE,
     }
-    options = options.model_copy(update=changes)
+    options = options.model_copy(update=changes | changed)
     started = time.perf_counter()
     preprocess.main(options)
     seconds = time.perf_counter() - started

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from raymill.data import row_formats, token_ids
+from raymill.data.filters.gate import Gate
 from raymill.data.options import PreprocessOptions
 from raymill.data.row_sources import RowSource
 from raymill.data.shards import PartitionSummary, ShardPlan, ShardSummary
@@ -20,7 +21,11 @@ OPTIONS = ("turns", "past_reasoning", "overlong", "deduplicate")
 
 
 def configuration(
-    sources: list[RowSource], plan: ShardPlan, options: PreprocessOptions, tokenizer: DocumentTokenizer
+    sources: list[RowSource],
+    plan: ShardPlan,
+    options: PreprocessOptions,
+    tokenizer: DocumentTokenizer,
+    gate: Gate | None = None,
 ) -> dict[str, Any]:
     """Return the part of the manifest that is known before the run. This part determines the results."""
     hugging_face = tokenizer.tokenizer
@@ -51,12 +56,17 @@ def configuration(
         },
         "chat_template_hash": hashlib.sha256((hugging_face.chat_template or "").encode()).hexdigest(),
         **{name: getattr(options, name) for name in OPTIONS},
+        "filters": gate.identity() if gate else None,
     }
 
 
 def results(partitions: list[PartitionSummary], sources: list[RowSource]) -> dict[str, Any]:
     """Return the part of the manifest that is known after the run."""
     rejected = sum((Counter(partition.rejected) for partition in partitions), Counter())
+    dropped: dict[int, Counter[str]] = {}
+    for partition in partitions:
+        for number, counts in partition.dropped.items():
+            dropped.setdefault(number, Counter()).update(counts)
     written = {part: [shard for partition in partitions if (shard := getattr(partition, part))] for part in PARTS}
     hashes = "".join(shard.sha256 for part in PARTS for shard in written[part])
     return {
@@ -64,6 +74,11 @@ def results(partitions: list[PartitionSummary], sources: list[RowSource]) -> dic
         "rows_duplicate": sum(partition.duplicates for partition in partitions),
         "rows_rejected": rejected.total(),
         "rejected_by_reason": dict(sorted(rejected.items())),
+        "rows_dropped": sum(counts.total() for counts in dropped.values()),
+        "dropped_by_reason": {
+            sources[number].name: dict(sorted(dropped[number].items())) for number in sorted(dropped)
+        },
+        "rows_changed": sum(partition.changed for partition in partitions),
         "sources": {source.name: _source_counts(partitions, number) for number, source in enumerate(sources)},
         **{part: _part_counts(written[part]) for part in PARTS},
         "largest_id": max((shard.largest_id for part in PARTS for shard in written[part]), default=None),
@@ -105,6 +120,11 @@ def print_summary(manifest: dict[str, Any], plan: ShardPlan) -> None:
         for name, counts in manifest["sources"].items():
             print(f"  {name}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     duplicates = f", {manifest['rows_duplicate']:,} were duplicates" if plan.deduplicate else ""
+    for name, reasons in manifest["dropped_by_reason"].items():
+        listed = "; ".join(f"{reason}: {count:,}" for reason, count in reasons.items())
+        print(f"  {name}: {sum(reasons.values()):,} rows were dropped ({listed}); see {plan.output}/dropped")
+    if manifest["rows_changed"]:
+        print(f"  {manifest['rows_changed']:,} rows were changed by filters")
     print(f"{manifest['rows_rejected']:,} of {manifest['rows_read']:,} rows were bad{duplicates}.")
     print(f"Written to {plan.output}.")
 

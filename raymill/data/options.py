@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from raymill import settings
+from raymill.data.filters.options import FilterOptions
 
 Turns = Literal["all", "last"]
 PastReasoning = Literal["served", "keep"]
@@ -42,6 +43,8 @@ class PreprocessOptions(settings.Section):
     """Tokens in each packed row."""
     deduplicate: bool = False
     """Use identical rows only once."""
+    filters: FilterOptions = FilterOptions()
+    """Which rows to drop or to change."""
     eval_share: float = Field(ge=0, lt=1)
     """Share of the rows, 0 to 1, to hold out for evaluation. A hash of each row selects them."""
     max_bad_share: float = Field(ge=0, le=1)

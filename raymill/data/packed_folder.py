@@ -13,7 +13,7 @@ from raymill.data.row_formats import PUBLISHED
 from raymill.errors import UserError
 from raymill.output_lease import is_lease
 
-SUBFOLDERS = ("train", "eval", "rejected")
+SUBFOLDERS = ("train", "eval", "rejected", "dropped")
 MANIFEST = "manifest.json"
 MARKER = "UNFINISHED"  # exists while `preprocess` writes; without it and without a manifest, the files are the user's
 
@@ -29,7 +29,7 @@ class PackedFolder:
         manifest = self._manifest()
         if manifest is None:
             return False
-        of_older_versions = {"formats": PUBLISHED}
+        of_older_versions = {"formats": PUBLISHED, "filters": None}
         return configuration.items() <= (of_older_versions | manifest).items()
 
     def begin(self, overwrite: bool) -> None:

@@ -10,6 +10,7 @@ from ray.exceptions import RayTaskError
 
 from raymill import settings
 from raymill.data import row_dataset, shards, shuffle
+from raymill.data.filters.gate import Gate
 from raymill.data.options import PreprocessOptions
 from raymill.data.row_sources import RowSource
 from raymill.data.shards import PartitionSummary, ShardPlan
@@ -33,19 +34,24 @@ def plan_shards(options: PreprocessOptions, sources: list[RowSource]) -> ShardPl
         eval_share=options.eval_share,
         seed=options.seed,
         partitions=_partition_count(sources, options.shard_mib),
-        deduplicate=options.deduplicate,
+        # filters compare different rows; equal ones are always found
+        deduplicate=options.deduplicate or bool(options.filters.near_duplicates),
+        sources=tuple(source.name for source in sources),
     )
 
 
-def write_shards(sources: list[RowSource], plan: ShardPlan, tokenizer: DocumentTokenizer) -> list[PartitionSummary]:
-    """Write the packed rows of all sources. Return a summary of each partition, in order.
+def write_shards(
+    sources: list[RowSource], plan: ShardPlan, tokenizer: DocumentTokenizer, gate: Gate | None = None
+) -> list[PartitionSummary]:
+    """Write the packed rows of all sources that pass the gate. Return a summary of each partition, in order.
 
     Raises:
         UserError: the input or a disk caused a task to fail.
     """
+    gate = gate and gate.with_actor()
     describe = PreprocessProgress(sum(source.size for source in sources))
     with DataContext.current(_data_context()), Progress(describe) as progress:
-        assigned = row_dataset.dataset(sources, plan.seed, progress.report).map_batches(
+        assigned = row_dataset.dataset(sources, plan.seed, progress.report, gate).map_batches(
             partial(shuffle.assign, seed=plan.seed, groups=shuffle.group_values(plan.partitions)),
             batch_size=None,
             batch_format="pyarrow",
@@ -57,6 +63,7 @@ def write_shards(sources: list[RowSource], plan: ShardPlan, tokenizer: DocumentT
                 tokenizer_ref=ray.put(tokenizer),
                 use_fastokens=use_fastokens(sources, tokenizer),
                 report=progress.report,
+                gate=gate,
             ),
             batch_format="pyarrow",
         )
@@ -64,6 +71,12 @@ def write_shards(sources: list[RowSource], plan: ShardPlan, tokenizer: DocumentT
             summaries = [PartitionSummary.model_validate_json(row["summary"]) for row in written.iter_rows()]
         except RayTaskError as error:
             raise explain(error) from None
+    if gate and (crowded := gate.crowded()):
+        print(
+            f"note: {crowded:,} rows resemble many others by less than near_duplicates says, so they were compared "
+            "with a part of these; some near-duplicates among them may be left",
+            flush=True,
+        )
     return sorted(summaries, key=lambda summary: summary.number)
 
 

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import Any
 
+import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector, FileSystem
 from rich.console import Console
 from rich.text import Text
 
 from raymill.data import row_sources
 from raymill.data.examples import BadRow
+from raymill.data.filters.gate import Gate
 from raymill.data.row_sources import Head, RowSource
 from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
 from raymill.printable import printable
@@ -18,13 +21,15 @@ HEAD_ROWS = 100  # read before the work starts
 ROWS_SHOWN, ROW_CHARACTERS = 3, 100
 
 
-def show(source: RowSource, tokenizer: DocumentTokenizer, examples: int) -> None:
-    """Print the formats and first rows of a source, and its first `examples` documents.
+def show(source: RowSource, tokenizer: DocumentTokenizer, examples: int, gate: Gate | None = None) -> None:
+    """Print the formats and first rows of a source, and its first `examples` documents, as `gate` changes them.
 
     Raises:
         UserError: no row can be used.
     """
     head = row_sources.head(source, max(examples, HEAD_ROWS))
+    if gate:
+        head = head._replace(rows=gate.screen(head.rows, 0))
     _show_rows(head, source)
     _show_documents(head.rows, examples, tokenizer)
 
@@ -34,8 +39,7 @@ def _show_rows(head: Head, source: RowSource) -> None:
     print(printable(f"{source.name}: {' and '.join(head.formats)}{unused}"))
     for row in head.rows[:ROWS_SHOWN]:
         text = row["row"].decode(errors="replace")
-        shown = f"{text[:ROW_CHARACTERS]}{'…' if len(text) > ROW_CHARACTERS else ''}"
-        print(printable(f"  {row['problem'] or 'row'}: {shown}"))
+        print(printable(f"  {row['problem'] or _dropped(row) or 'row'}: {_short(text)}"))
 
 
 def _show_documents(rows: list[dict[str, Any]], count: int, tokenizer: DocumentTokenizer) -> None:
@@ -49,8 +53,27 @@ def _show_documents(rows: list[dict[str, Any]], count: int, tokenizer: DocumentT
 
 def _documents(rows: list[dict[str, Any]], tokenizer: DocumentTokenizer) -> Iterator[TokenizedDocument]:
     for row in rows:
+        if _dropped(row):
+            continue
         with contextlib.suppress(BadRow):
             yield from tokenizer.documents(row)
+
+
+def show_dropped(output: str, count: int) -> None:
+    """Print up to `count` rows that filters dropped, with the reasons."""
+    if not count:
+        return
+    filesystem, folder = FileSystem.from_uri(output)
+    found = filesystem.get_file_info(FileSelector(f"{folder}/dropped", allow_not_found=True))
+    for info in sorted(found, key=lambda info: info.path):
+        rows = pq.read_table(info.path, filesystem=filesystem).slice(0, count).to_pylist()
+        for row in rows:
+            print(printable(f"  dropped ({row['reason']}): {_short(row['row'])}"))
+        count -= len(rows)
+
+
+def _dropped(row: dict[str, Any]) -> str:
+    return f"dropped ({row['dropped']})" if row.get("dropped") else ""
 
 
 def _colored(document: TokenizedDocument, tokenizer: DocumentTokenizer) -> Text:
@@ -60,3 +83,7 @@ def _colored(document: TokenizedDocument, tokenizer: DocumentTokenizer) -> Text:
         decoded = printable(tokenizer.tokenizer.decode([token for token, _ in run]), "\n\t")
         text.append(decoded, style="green" if trained else "dim")
     return text
+
+
+def _short(text: str) -> str:
+    return f"{text[:ROW_CHARACTERS]}{'…' if len(text) > ROW_CHARACTERS else ''}"

@@ -6,7 +6,7 @@ block fail, and only one task reads each file, however large the file is.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray.data
@@ -16,11 +16,16 @@ from raymill.data.row_formats import columns_of
 from raymill.data.row_sources import RowSource
 from raymill.data.rows import ROWS, checked
 
+if TYPE_CHECKING:
+    from raymill.data.filters.gate import Gate
+
 BATCH_BYTES = 4 * 2**20  # bytes of rows in one batch
 
 
-def dataset(sources: list[RowSource], seed: int = 0, report: Callable[..., Any] | None = None) -> ray.data.Dataset:
-    """Return all rows of all sources with the schema ROWS, in no particular order.
+def dataset(
+    sources: list[RowSource], seed: int = 0, report: Callable[..., Any] | None = None, gate: "Gate | None" = None
+) -> ray.data.Dataset:
+    """Return all rows of all sources with the schema ROWS, in no particular order. `gate` filters each row.
 
     After each piece, its task calls `report(rows_read=…, bytes_read=…)`. `bytes_read` is the size of the piece on disk.
     """
@@ -29,10 +34,11 @@ def dataset(sources: list[RowSource], seed: int = 0, report: Callable[..., Any] 
         for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
             count, source = 0, sources[piece.source]
             raw = read(source.files.filesystem, piece, columns_of(source.formats))
-            rows = (checked(row, source.formats) for row in raw)
-            for batch in _batches(_repeat(rows, piece.source, source.weight, seed)):
-                count += len(batch)
-                yield batch
+            for batch in _batches(checked(row, source.formats) for row in raw):
+                found = gate.screen(batch, piece.source) if gate else batch
+                table = pa.Table.from_pylist(list(_repeat(found, piece.source, source.weight, seed)), ROWS)
+                count += len(table)
+                yield table
             if report:
                 report(rows_read=count, bytes_read=piece.stop - piece.start)
 
@@ -48,12 +54,13 @@ def one_task_per_piece(*sources: RowSource) -> ray.data.Dataset:
 
 
 def _repeat(rows: Iterable[dict[str, Any]], source: int, weight: float, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield each good row `weight` times on average, and each bad row once.
+    """Yield each good row `weight` times on average, and each bad or dropped row once.
 
     A hash of the row decides whether a fractional weight is rounded up.
     """
     for row in rows:
-        for copy in range(1 if row["problem"] else _copies(row["row"], weight, seed)):
+        is_left_out = row["problem"] or row.get("dropped")
+        for copy in range(1 if is_left_out else _copies(row.get("as_read") or row["row"], weight, seed)):
             yield row | {"source": source, "copy": copy}
 
 
@@ -64,13 +71,13 @@ def _copies(row: bytes, weight: float, seed: int) -> int:
     return int(weight + int.from_bytes(digest) / 2**64)
 
 
-def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[pa.Table]:
+def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     batch, size = [], 0
     for row in rows:
         batch.append(row)
         size += len(row["row"])
         if size >= BATCH_BYTES:
-            yield pa.Table.from_pylist(batch, ROWS)
+            yield batch
             batch, size = [], 0
     if batch:
-        yield pa.Table.from_pylist(batch, ROWS)
+        yield batch

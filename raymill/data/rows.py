@@ -15,6 +15,8 @@ ROWS = pa.schema(
     [
         ("row", pa.large_binary()),  # the example as JSON, or the raw row if there is a problem
         ("problem", pa.string()),
+        ("as_read", pa.large_binary()),  # the example before filters changed it, or null if they did not
+        ("dropped", pa.string()),  # why filters drop the row, or null
         ("source", pa.int16()),  # number of the input
         ("copy", pa.int16()),  # number of the copy, for inputs with a weight
     ]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,9 @@ from raymill.data.packed_folder import PackedFolder
 from raymill.data.packing import pack
 from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer
 from raymill.data.tokenizer import padding_id
+
+if TYPE_CHECKING:
+    from raymill.data.filters.gate import Gate
 
 SLICE_BYTES = 2**21  # bytes of text to tokenize at once; the tokens take thirty times as much memory
 ROW_GROUP_TOKENS = 2**20  # training reads one row group at a time
@@ -39,6 +42,8 @@ class ShardPlan:
     seed: int
     partitions: int
     deduplicate: bool = False
+    sources: tuple[str, ...] = ()
+    """Names of the inputs."""
 
 
 class ShardSummary(BaseModel):
@@ -67,6 +72,10 @@ class PartitionSummary(BaseModel):
     """Rows left out because an identical row is kept."""
     rejected: dict[str, int]
     """Bad rows, by reason."""
+    dropped: dict[int, dict[str, int]] = {}
+    """Maps the number of an input to its rows that filters dropped, by reason."""
+    changed: int = 0
+    """Rows that filters changed."""
     sources: dict[int, dict[str, int]]
     """Maps the number of an input to its counts of documents, tokens and trained tokens."""
     fast_documents: int
@@ -76,25 +85,35 @@ class PartitionSummary(BaseModel):
 
 
 def write(
-    rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, use_fastokens: bool, report: Callable[..., Any]
+    rows: pa.Table,
+    plan: ShardPlan,
+    tokenizer_ref: ObjectRef,
+    use_fastokens: bool,
+    report: Callable[..., Any],
+    gate: "Gate | None" = None,
 ) -> pa.Table:
     """Write the shards of one partition. Return one row with the column `summary`, a PartitionSummary as JSON.
 
     `tokenizer_ref` refers to a DocumentTokenizer; see `fetch` for `use_fastokens`. After each slice, the function calls
-    `report(rows_packed=…)`.
+    `report(rows_packed=…)`. `gate` decides which rows are dropped.
 
     Raises:
         UserError: the shards cannot be written, or the tokenizer raises a UserError.
     """
     number, read = rows["partition"][0].as_py(), len(rows)
     rows = rows.sort_by("key")
+    dropped: dict[int, dict[str, int]] = {}
+    if gate:
+        rows, dropped = _save_dropped(gate.judge(rows), plan, number)
+    kept = len(rows)
     if plan.deduplicate:
         rows = _without_duplicates(rows)
     tokenizer = fetch(tokenizer_ref, use_fastokens)
     documents = _tokenize(rows, tokenizer, report)
     pad_id = padding_id(tokenizer.tokenizer)
     good = pc.is_null(documents["problem"])
-    held_out = pa.array([is_held_out(row, plan.eval_share) for row in rows["row"].to_pylist()], pa.bool_())
+    read_rows = pc.coalesce(rows["as_read"], rows["row"]).to_pylist()
+    held_out = pa.array([is_held_out(row, plan.eval_share) for row in read_rows], pa.bool_())
     held_out = held_out.take(documents["row"].combine_chunks())
     bad = documents.filter(pc.invert(good))
     rejected = _save_rejected(rows["row"].take(bad["row"]), bad["problem"], plan, number)
@@ -102,8 +121,10 @@ def write(
     partition = PartitionSummary(
         number=number,
         rows=read,
-        duplicates=read - len(rows),
+        duplicates=kept - len(rows),
         rejected=rejected,
+        dropped=dropped,
+        changed=len(rows) - rows["as_read"].null_count,
         sources=_count_by_source(documents.filter(good), rows["source"]),
         fast_documents=pc.sum(documents["is_fast"]).as_py(),
         train=_write_shard(documents.filter(pc.and_not(good, held_out)), plan, pad_id, f"train/{name}"),
@@ -183,6 +204,31 @@ def _save_rejected(rows: pa.ChunkedArray, problems: pa.ChunkedArray, plan: Shard
         content = "".join(f"{line}\n" for line in lines).encode()
         PackedFolder(plan.output).save(f"rejected/part-{number:05d}.jsonl", content)
     return dict(Counter(problem for _, problem in pairs))
+
+
+def _save_dropped(rows: pa.Table, plan: ShardPlan, number: int) -> tuple[pa.Table, dict[int, dict[str, int]]]:
+    """Save the rows that filters drop. Return the others, and the counts of dropped rows by source and reason."""
+    is_dropped = pc.is_valid(rows["dropped"])
+    # copies are counted once
+    gone = rows.filter(pc.and_(is_dropped, pc.equal(rows["copy"], 0)))
+    if len(gone):
+        saved = pa.table(
+            {
+                "reason": gone["dropped"],
+                "key": [one.hex() for one in gone["key"].to_pylist()],
+                "source": [plan.sources[one] for one in gone["source"].to_pylist()],
+                "kept": gone["kept"],
+                "row": gone["row"].cast(pa.large_string()),
+            }
+        )
+        buffer = pa.BufferOutputStream()
+        pq.write_table(saved, buffer, compression="zstd")
+        PackedFolder(plan.output).save(f"dropped/part-{number:05d}.parquet", buffer.getvalue())
+    pairs = Counter(zip(gone["source"].to_pylist(), gone["dropped"].to_pylist(), strict=True))
+    counts: dict[int, dict[str, int]] = {}
+    for (source, reason), count in sorted(pairs.items()):
+        counts.setdefault(source, {})[reason] = count
+    return rows.filter(pc.invert(is_dropped)), counts
 
 
 def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -> ShardSummary | None:

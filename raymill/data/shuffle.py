@@ -3,6 +3,7 @@
 import hashlib
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raymill.ray_support.private import data as private_data
 
@@ -25,11 +26,13 @@ def group_values(partitions: int) -> pa.Array:
 def assign(rows: pa.Table, seed: int, groups: pa.Array) -> pa.Table:
     """Return `rows` with their `key`, a hash of seed and content, and with the `partition` and `group` of that key.
 
-    `groups` is the result of `group_values`. Sorting the rows by `key` shuffles them.
+    `groups` is the result of `group_values`. Sorting the rows by `key` shuffles them. A row that filters changed keeps
+    its place.
     """
+    read = pc.coalesce(rows["as_read"], rows["row"])
     keys = [
         hashlib.blake2b(row, digest_size=16, key=str(seed).encode(), salt=copy.to_bytes(2)).digest()
-        for row, copy in zip(rows["row"].to_pylist(), rows["copy"].to_pylist(), strict=True)
+        for row, copy in zip(read.to_pylist(), rows["copy"].to_pylist(), strict=True)
     ]
     partitions = pa.array([int.from_bytes(key[:8]) % len(groups) for key in keys], pa.int32())
     columns = {"key": pa.array(keys, pa.binary(16)), "partition": partitions, "group": groups.take(partitions)}

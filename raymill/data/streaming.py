@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 
 from raymill import job, settings
 from raymill.data import preprocessing, row_dataset, row_formats, row_sources
+from raymill.data.filters.options import FilterOptions
 from raymill.data.options import PreprocessOptions
 from raymill.data.packing import pack
 from raymill.data.row_sources import RowSource
@@ -44,7 +45,13 @@ def find_input(model: str) -> StreamInput:
     """Return the rows of [preprocess], in the formats of jobs/preprocess.py, with the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
     embeddings = text_config(preflight.load_config(model)).vocab_size
-    formats = getattr(job.load("preprocess"), "FORMATS", row_formats.FORMATS)  # missing in scripts of older versions
+    script = job.load("preprocess")
+    formats = getattr(script, "FORMATS", row_formats.FORMATS)  # missing in scripts of older versions
+    if getattr(script, "FILTERS", ()) or options.filters != FilterOptions():
+        raise UserError(
+            "--stream cannot compare rows, so it does not filter; run preprocess and train on its output, or remove "
+            "[preprocess.filters] and FILTERS in jobs/preprocess.py."
+        )
     sources = row_sources.find_all(options.input, options.mix, formats)
     return StreamInput(sources, DocumentTokenizer.from_options(options, model), embeddings)
 

@@ -2,7 +2,7 @@
 
 import html
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -289,7 +289,8 @@ class DataReport(NamedTuple):
     @property
     def left_out(self) -> Cells:
         """Number of input rows that were left out, by reason. The most frequent reason comes first."""
-        reasons = {**self.manifest["rejected_by_reason"], "a duplicate": self.manifest["rows_duplicate"]}
+        dropped = sum(map(Counter, self.manifest.get("dropped_by_reason", {}).values()), Counter[str]())
+        reasons = {**self.manifest["rejected_by_reason"], **dropped, "a duplicate": self.manifest["rows_duplicate"]}
         return [
             {
                 "rows left out": f"{count:,}",

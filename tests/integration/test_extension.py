@@ -17,12 +17,14 @@ import skeleton
 
 from raymill import settings
 from raymill.data import manifest, preprocessing, row_sources
+from raymill.data.filters.gate import Gate
 from raymill.data.options import PreprocessOptions
 from raymill.data.packed_folder import PackedFolder
 from raymill.data.tokenization import DocumentTokenizer
 
 MARKS = {
     ("data.md", "jobs/preprocess.py"): "FORMATS = ",
+    ("filters.md", "jobs/preprocess.py"): "FILTERS = ",
     ("serving.md", "jobs/serve_llm.py"): "CHECKS: ",
     ("rag.md", "jobs/serve_rag.py"): "PARTS = ",
     ("training.md", "jobs/evaluate.py"): "METRICS: ",
@@ -62,8 +64,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for (page, script), mark in MARKS.items():
         code = documented(page, mark)
         lines = (folder / script).read_text(encoding="utf-8").splitlines(keepends=True)
-        replaced = [number for number, line in enumerate(lines) if re.match(r"[A-Z]+(: [^=]+)? = ", line)]
-        replaced = [number for number in replaced if not lines[number].startswith("JOB ")]
+        names = set(re.findall(r"^([A-Z]+)(?:: [^=]+)? = ", code, re.MULTILINE))
+        replaced = [number for number, line in enumerate(lines) if re.split("[: ]", line)[0] in names]
         lines[replaced[0] : replaced[-1] + 1] = [code]
         (folder / script).write_text("".join(lines), encoding="utf-8")
     script, section = hello()
@@ -99,6 +101,7 @@ def test_a_row_format_of_ones_own_is_read_and_a_change_of_it_is_seen(
     project: Path, assets: Path, tmp_path: Path
 ) -> None:
     tickets = [{"ticket": f"Number {n} is broken", "reply": f"Replace {n}.", "title": "Help"} for n in range(30)]
+    tickets.append({"ticket": "Number 30 is broken", "reply": "I cannot help with that.", "title": "Help"})
     asked = [
         {"question": "2+2?", "answer": "4"},
         {"ticket": "No reply", "reply": " "},
@@ -112,17 +115,19 @@ def test_a_row_format_of_ones_own_is_read_and_a_change_of_it_is_seen(
     assert f"{tmp_path}: instructions and answers and tickets" in done.stdout
     made = json.loads((tmp_path / "packed" / "manifest.json").read_text())
     assert made["rows_rejected"] == 2
+    assert made["dropped_by_reason"] == {str(tmp_path): {"a refusal": 1}}, "by the filter of docs/filters.md"
     reasons = made["rejected_by_reason"]
     assert "the reply is empty" in reasons
     assert any("tickets" in reason and "AttributeError" in reason for reason in reasons)
     assert "nothing to do" in python(project, *arguments).stdout
     script = (project / "jobs" / "preprocess.py").read_text(encoding="utf-8")
     changed = script.replace("{row.get('title', 'Ticket')}: ", "", 1)
+    unfiltered = script.replace("FILTERS = (without_refusals,)", "FILTERS = ()")
     removed = script.replace("FORMATS = (TICKETS, *row_formats.FORMATS)", "FORMATS = row_formats.FORMATS")
     options = settings.load(PreprocessOptions, "preprocess", profile="local").model_copy(
         update={"input": str(tmp_path), "output": str(tmp_path / "packed"), "model": str(assets / "model")}
     )
-    for text, same in ((script, True), (changed, False), (removed, False)):
+    for text, same in ((script, True), (changed, False), (removed, False), (unfiltered, False)):
         assert is_complete(text, options, tmp_path) is same
 
 
@@ -136,7 +141,8 @@ def is_complete(script: str, options: PreprocessOptions, folder: Path) -> bool:
     spec.loader.exec_module(module)
     sources = row_sources.find_all(options.input, options.mix, module.FORMATS)
     plan, tokenizer = preprocessing.plan_shards(options, sources), DocumentTokenizer.from_options(options)
-    return PackedFolder(plan.output).is_complete(manifest.configuration(sources, plan, options, tokenizer))
+    gate = Gate.of(options.filters, module.FILTERS, options.eval_share)
+    return PackedFolder(plan.output).is_complete(manifest.configuration(sources, plan, options, tokenizer, gate))
 
 
 @pytest.mark.parametrize(("profile", "name"), [("local", "Ada"), ("cluster", "Grace")])

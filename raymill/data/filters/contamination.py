@@ -1,0 +1,69 @@
+"""Find training rows that share runs of words with evaluation sets."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from raymill import settings
+from raymill.data import file_formats, row_sources, rows
+from raymill.data.examples import BadRow
+from raymill.data.filters import word_runs
+
+MIN_WORDS = 8  # a shorter text is shared by chance
+MAX_ROWS = 10  # a run of words in more rows of the evaluation sets is a phrase of their form (GPT-3, appendix C)
+NONE = np.zeros(0, np.uint64)
+
+
+def read_questions(names: Iterable[str], size: int) -> np.ndarray:
+    """Return the runs of `size` words in all texts of evaluation sets, sorted, without those in many rows.
+
+    Raises:
+        UserError: a set cannot be read, or contains no text.
+    """
+    found = [of_parts(list(_texts(row)), size) for name in names for row in _rows(settings.resolve(name))]
+    return rare(found)
+
+
+def of_parts(parts: list[str], size: int) -> np.ndarray:
+    """Return the runs of `size` words in texts, each once. A shorter text is one run, if it has MIN_WORDS words."""
+    words = word_runs.words(parts)
+    found = word_runs.runs(words, size)
+    long = np.diff(words.starts) >= min(size, MIN_WORDS)
+    return np.unique(found.hashes[np.repeat(long, np.diff(found.starts))])
+
+
+def rare(found: list[np.ndarray]) -> np.ndarray:
+    """Return the runs that occur in few of these rows, sorted. Each row has a run at most once."""
+    runs, counts = np.unique(np.concatenate([NONE, *found]), return_counts=True)
+    return runs[counts <= MAX_ROWS]
+
+
+def contains(questions: np.ndarray, examples: list[list[str]], size: int) -> np.ndarray:
+    """Return for each example, given as its texts, whether it has one of the runs in `questions`, which are sorted."""
+    if not len(questions):
+        return np.zeros(len(examples), bool)
+    found = word_runs.runs(word_runs.words([part for parts in examples for part in parts]), size)
+    place = np.minimum(np.searchsorted(questions, found.hashes), len(questions) - 1)
+    hits = np.concatenate([[0], np.cumsum(questions[place] == found.hashes)])[found.starts]
+    ends = np.cumsum([0, *map(len, examples)])
+    return hits[ends[1:]] > hits[ends[:-1]]
+
+
+def _rows(name: str) -> Iterator[Any]:
+    source = row_sources.find(name)
+    for piece in source.pieces:
+        for raw in file_formats.read(source.files.filesystem, piece, ()):
+            try:
+                yield rows.parse(raw)
+            except BadRow:
+                continue
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a row of any form."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)

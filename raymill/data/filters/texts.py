@@ -1,0 +1,49 @@
+"""The text of a training example that filters see, and how filters change it."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from raymill.data.examples import Completion, Conversation, Example
+from raymill.data.filters.options import Scope
+from raymill.data.messages import REASONING_KEYS
+
+ROLES = {"turns": {"user", "assistant"}, "answers": {"assistant"}}
+FIXED = {"role", "type", "id", "tool_call_id"}
+"""Keys whose values other parts of a row refer to."""
+SPOKEN = ("content", *REASONING_KEYS)
+
+
+def parts(example: Example, scope: Scope) -> list[str]:
+    """Return the texts of an example, one per message."""
+    if isinstance(example, Completion):
+        return [example.completion] if scope == "answers" else [example.prompt, example.completion]
+    roles = ROLES.get(scope)
+    found = [_spoken(message) for message in example.messages if roles is None or message["role"] in roles]
+    return [*found, json.dumps(example.tools, ensure_ascii=False)] if scope == "all" and example.tools else found
+
+
+def join(found: list[str]) -> str:
+    return "\n".join(part for part in found if part)
+
+
+def replace(example: Example, change: Callable[[str], str]) -> Example:
+    """Return an example with all its texts changed, also those in tools and in arguments of calls."""
+    if isinstance(example, Completion):
+        return Completion(change(example.prompt), change(example.completion))
+    messages, tools = _replace(example.messages, change), _replace(example.tools, change)
+    return Conversation(messages, tools)
+
+
+def _spoken(message: dict[str, Any]) -> str:
+    texts = [message[key] for key in SPOKEN if isinstance(message.get(key), str)]
+    calls = message.get("tool_calls")
+    return "\n".join([*texts, json.dumps(calls, ensure_ascii=False)] if calls else texts)
+
+
+def _replace(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: item if key in FIXED else _replace(item, change) for key, item in value.items()}
+    return [_replace(item, change) for item in value] if isinstance(value, list) else value

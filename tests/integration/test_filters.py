@@ -1,0 +1,520 @@
+"""Test which rows filters drop or change, that the result depends on nothing else, and that each row has its reason."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import preprocess
+from raymill import settings
+from raymill.data import row_sources
+from raymill.data.examples import Completion, Conversation, Example, to_json
+from raymill.data.filters import contamination, language, near_duplicates, pii, rules, texts, word_runs
+from raymill.data.filters.gate import (
+    CONTAMINATED,
+    EQUAL,
+    FEW_WORDS,
+    NEAR_DUPLICATE,
+    Drop,
+    Gate,
+    content_hashes,
+)
+from raymill.data.filters.options import FilterOptions
+from raymill.data.options import PreprocessOptions
+from raymill.errors import UserError
+
+VOCABULARY = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "on", "um", "esk")]
+
+
+def sentence(rng: random.Random, words: int) -> list[str]:
+    return rng.choices(VOCABULARY, k=words)
+
+
+def row(question: str, answer: str, **columns: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]} | columns
+
+
+def options(assets: Path, folder: Path, source: Path | str, **changes: Any) -> PreprocessOptions:
+    given = {"input": str(source), "output": str(folder / "packed"), "model": str(assets / "model"), "eval_share": 0.2}
+    defaults = settings.load(PreprocessOptions, "preprocess", profile="local")
+    return PreprocessOptions.model_validate(defaults.model_dump() | given | changes)
+
+
+def write_rows(file: Path, found: list[dict[str, Any]]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(one) + "\n" for one in found), encoding="utf-8")
+    return file
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "packed" / "manifest.json").read_text(encoding="utf-8"))
+
+
+def dropped(folder: Path) -> list[dict[str, Any]]:
+    files = sorted((folder / "packed" / "dropped").glob("*.parquet"))
+    return [one for file in files for one in pq.read_table(file).to_pylist()]
+
+
+def written(folder: Path) -> bytes:
+    files = sorted((folder / "packed").rglob("*"))
+    return b"".join(file.read_bytes() for file in files if file.is_file())
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_words_are_hashed_alike_wherever_they_stand() -> None:
+    found = word_runs.words(
+        ["Hello, World! \u00c9t\u00e9 \u4e2d\u6587\u3002", "", "x", "hello \u201cworld\u201d", "\u00e9t\u00e9 \u6587"]
+    )
+    counts = np.diff(found.starts).tolist()
+    assert counts == [6, 0, 1, 2, 2]  # the full stop of Chinese is a character, too
+    first = found.hashes[:6]
+    assert found.hashes[7:9].tolist() == first[:2].tolist()
+    assert found.hashes[9:].tolist() == [first[2], first[4]]
+    assert len(set(first.tolist())) == 6
+
+
+def test_long_texts_and_words_do_not_change_the_hashes() -> None:
+    texts_ = [" ".join(sentence(random.Random(number), 3000)) + " " + "x" * 1000 for number in range(40)]
+    together = word_runs.words(texts_)
+    for number, text in enumerate(texts_):
+        alone = word_runs.words([text]).hashes
+        assert together.hashes[together.starts[number] : together.starts[number + 1]].tolist() == alone.tolist()
+
+
+def test_runs_are_those_of_a_plain_loop() -> None:
+    found = word_runs.words(["a b c d e", "a b", "", "b c d", "c d e"])
+    runs = word_runs.runs(found, 3)
+    assert np.diff(runs.starts).tolist() == [3, 1, 0, 1, 1]
+    assert runs.hashes[4] == runs.hashes[1]
+    assert runs.hashes[5] == runs.hashes[2]
+    assert len(set(runs.hashes.tolist())) == 4
+
+
+def test_signatures_are_those_of_rensa_in_this_version() -> None:
+    """Another version of rensa, or of the hashes of words, would drop other rows of the same input."""
+    found = near_duplicates.signatures(["a b c d e f g", ""], 5)
+    assert found.shape == (2, near_duplicates.SLOTS)
+    assert found[0, :4].tolist() == GOLDEN
+
+
+GOLDEN = [3413244929, 3597025774, 3683969681, 3286660764]
+
+
+# ---------------------------------------------------------------- near-duplicates
+
+
+def similarity(one: str, other: str, size: int = 5) -> float:
+    """Return the Jaccard similarity of the runs of words of two texts."""
+    runs = [set(zip(*(text.split()[at:] for at in range(size)), strict=False)) for text in (one, other)]
+    return len(runs[0] & runs[1]) / len(runs[0] | runs[1])
+
+
+def edited(words: list[str], changes: int, rng: random.Random) -> list[str]:
+    changed = list(words)
+    for at in rng.sample(range(len(words)), changes):
+        changed[at] = "changed" + str(rng.random())[2:6]
+    return changed
+
+
+def decide(answers: list[str], threshold: float, order: list[int] | None = None) -> dict[str, str]:
+    """Return which answer is kept instead of each that is dropped."""
+    order = order or list(range(len(answers)))
+    shown = [answers[at] for at in order]
+    hashes = content_hashes([text.encode() for text in shown])
+    found = near_duplicates.decide(
+        hashes, np.zeros(len(shown), np.int16), near_duplicates.signatures(shown, 5), threshold
+    )
+    text_of = {one.tobytes(): text for one, text in zip(hashes, shown, strict=True)}
+    return {
+        text_of[gone.tobytes()]: text_of[kept.tobytes()] for gone, kept in zip(found.dropped, found.kept, strict=True)
+    }
+
+
+def test_near_duplicates_are_found_and_only_those() -> None:
+    rng = random.Random(0)
+    originals = [sentence(rng, 150) for _ in range(300)]
+    close = [edited(words, 2, rng) for words in originals[:100]]  # about 0.87 similar
+    distant = [edited(words, 20, rng) for words in originals[100:200]]  # about 0.3 similar
+    answers = [" ".join(words) for words in (*originals, *close, *distant)]
+    found = decide(answers, 0.75)
+    pairs = {frozenset((" ".join(one), " ".join(other))) for one, other in zip(originals, close, strict=False)}
+    assert {frozenset(pair) for pair in found.items()} <= pairs
+    assert len(found) >= 99
+    assert all(similarity(gone, kept) > 0.7 for gone, kept in found.items())
+    for seed in range(5):
+        order = list(range(len(answers)))
+        random.Random(seed).shuffle(order)
+        assert decide(answers, 0.75, order) == found
+
+
+def test_a_chain_drops_only_what_is_similar_to_a_kept_row() -> None:
+    rng = random.Random(1)
+    chain = [sentence(rng, 200)]
+    for _ in range(12):
+        chain.append(edited(chain[-1], 2, rng))
+    answers = [" ".join(words) for words in chain]
+    assert similarity(answers[0], answers[-1]) < 0.5
+    found = decide(answers, 0.8)
+    assert 0 < len(found) < 12
+    assert not found.keys() & set(found.values())
+    assert all(similarity(gone, kept) > 0.7 for gone, kept in found.items())
+
+
+def test_many_rows_of_one_form_take_no_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair is about 0.7 similar, so the bands propose many of them."""
+    rng = random.Random(6)
+    form = sentence(rng, 100)
+    answers = [" ".join([*form, *sentence(rng, 20)]) for _ in range(600)]
+    monkeypatch.setattr(near_duplicates, "MAX_CANDIDATES", 20)
+    hashes = content_hashes([text.encode() for text in answers])
+    signed = near_duplicates.signatures(answers, 5)
+    found = near_duplicates.decide(hashes, np.zeros(600, np.int16), signed, 0.8)
+    assert found.crowded > 300
+    assert len(found.dropped) < 10
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9])
+def test_bands_propose_almost_all_pairs_at_the_threshold(threshold: float) -> None:
+    count, slots = near_duplicates.bands(threshold)
+    assert 1 - (1 - threshold**slots) ** count >= near_duplicates.SURE
+    assert count * slots <= near_duplicates.SLOTS
+
+
+def test_more_rows_than_fit_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_duplicates, "MAX_BYTES", 100 * near_duplicates.ROW_BYTES)
+    near_duplicates.check_memory(100)
+    with pytest.raises(UserError, match=r"compares at most 100 rows, because each takes [\d,]+ bytes"):
+        near_duplicates.check_memory(101)
+    with pytest.raises(UserError, match=r"holds at most [\d,]+ runs of words"):
+        near_duplicates.check_memory(1, 10**6)
+
+
+# ---------------------------------------------------------------- the job
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """Return a file of rows, and its rows by what is wrong with them."""
+    rng = random.Random(2)
+    unique = [row(" ".join(sentence(rng, 20)), " ".join(sentence(rng, 60))) for _ in range(300)]
+    near = []
+    for one in unique[:40]:
+        question, answer = (message["content"] for message in one["messages"])
+        near.append(row(question, " ".join(edited(answer.split(), 1, rng))))
+    questions = [" ".join(sentence(rng, 25)) for _ in range(20)]
+    known = [row(f"Please answer. {question.upper()}!", "yes of course") for question in questions]
+    personal = [row(f"Who is it? {n}", f"Write to anna.{n}@example.org or call +49 30 1234 {n:04}.") for n in range(10)]
+    short = [row("Why?", f"so {n}") for n in range(5)]
+    found = {"unique": unique, "near": near, "known": known, "personal": personal, "short": short}
+    folder = tmp_path_factory.mktemp("planted")
+    everything = [one for rows in found.values() for one in rows]
+    rng.shuffle(everything)
+    write_rows(folder / "questions.jsonl", [{"task": "t", "question": question} for question in questions])
+    return write_rows(folder / "rows.jsonl", everything), found
+
+
+FILTERS = {"near_duplicates": 0.7, "min_words": 5, "pii": "replace", "decontaminate_held_out": True}
+
+
+@pytest.fixture(scope="module")
+def filtered(
+    tmp_path_factory: pytest.TempPathFactory, assets: Path, planted: tuple[Path, Any], ray_session: None
+) -> Path:
+    folder = tmp_path_factory.mktemp("filtered")
+    questions = str(planted[0].parent / "questions.jsonl")
+    preprocess.main(options(assets, folder, planted[0], filters=FILTERS | {"decontaminate": (questions,)}))
+    return folder
+
+
+def test_planted_rows_are_dropped_with_their_reasons(filtered: Path, planted: tuple[Path, Any]) -> None:
+    file, found = planted
+    made = manifest(filtered)
+    counts = made["dropped_by_reason"][str(file)]
+    assert counts[FEW_WORDS] == len(found["short"])
+    assert len(found["near"]) - 2 <= counts[NEAR_DUPLICATE] <= len(found["near"])
+    assert 10 <= counts[CONTAMINATED] <= len(found["known"])  # those that are not held out
+    assert made["rows_changed"] == len(found["personal"])
+    assert made["rows_rejected"] == 0
+    listed = dropped(filtered)
+    assert Counter(one["reason"] for one in listed) == counts
+    assert made["rows_dropped"] == len(listed) == sum(counts.values())
+    kept_rows = {content_hashes([json.dumps(one).encode()])[0].tobytes().hex() for one in found["unique"]}
+    assert all((one["kept"] is not None) == (one["reason"] == NEAR_DUPLICATE) for one in listed)
+    assert all(one["source"] == str(file) for one in listed)
+    assert kept_rows  # rows are listed under the hash of what was read
+    documents = made["train"]["documents"] + made["eval"]["documents"]
+    assert documents == sum(map(len, found.values())) - len(listed)
+
+
+def test_personal_data_is_in_no_file(filtered: Path) -> None:
+    for file in (filtered / "packed").rglob("*"):
+        if file.is_file():
+            assert b"example.org" not in file.read_bytes()
+    assert not any("example.org" in json.dumps(one) for one in dropped(filtered))
+
+
+def test_another_order_and_other_files_drop_the_same_rows(
+    filtered: Path, planted: tuple[Path, Any], assets: Path, tmp_path: Path
+) -> None:
+    lines = planted[0].read_text().splitlines()
+    random.Random(3).shuffle(lines)
+    (tmp_path / "raw").mkdir()
+    for number in range(3):
+        (tmp_path / "raw" / f"{number}.jsonl").write_text("\n".join(lines[number::3]) + "\n")
+    questions = str(planted[0].parent / "questions.jsonl")
+    changed = options(assets, tmp_path, tmp_path / "raw", filters=FILTERS | {"decontaminate": (questions,)}, seed=9)
+    preprocess.main(changed)
+    ours, theirs = ({one["row"]: one["reason"] for one in dropped(folder)} for folder in (filtered, tmp_path))
+    assert ours == theirs
+    assert manifest(tmp_path)["content_hash"] != manifest(filtered)["content_hash"], "because of the seed"
+
+
+def test_equal_rows_belong_to_the_input_named_first(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    rng = random.Random(4)
+    both = [row("Which?", " ".join(sentence(rng, 40))) for _ in range(20)]
+    only = [row("What?", " ".join(sentence(rng, 40))) for _ in range(10)]
+    first = write_rows(tmp_path / "first.jsonl", both)
+    second = write_rows(tmp_path / "second.jsonl", [*both, *only, *both])
+    preprocess.main(
+        options(assets, tmp_path, first, mix=(f"{second}=2",), filters={"near_duplicates": 1.0}, eval_share=0)
+    )
+    made = manifest(tmp_path)
+    assert made["sources"][str(first)]["documents"] == 20
+    assert made["sources"][str(second)]["documents"] == 20  # each of `only` twice
+    assert made["dropped_by_reason"] == {str(second): {EQUAL: 40}}
+
+
+def test_settings_own_functions_and_evaluation_sets_are_part_of_the_identity(
+    assets: Path, tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [row(f"Is it {n}?", f"It is {n}.") for n in range(20)])
+    preprocess.main(options(assets, tmp_path, file, eval_share=0))
+    assert manifest(tmp_path)["filters"] is None
+    with pytest.raises(UserError, match="made from other input or with other settings"):
+        preprocess.main(options(assets, tmp_path, file, eval_share=0, filters={"min_words": 1}))
+    monkeypatch.setattr(preprocess, "FILTERS", (without_odd_numbers,))
+    with pytest.raises(UserError, match="made from other input or with other settings"):
+        preprocess.main(options(assets, tmp_path, file, eval_share=0))
+    preprocess.main(options(assets, tmp_path, file, eval_share=0, overwrite=True))
+    assert manifest(tmp_path)["dropped_by_reason"] == {str(file): {"an odd number": 10}}
+    assert manifest(tmp_path)["rows_changed"] == 10
+    assert dropped(tmp_path)
+    monkeypatch.setattr(preprocess, "FILTERS", ())
+    with pytest.raises(UserError, match="made from other input or with other settings"):
+        preprocess.main(options(assets, tmp_path, file, eval_share=0))
+    preprocess.main(options(assets, tmp_path, file, eval_share=0, overwrite=True))
+    assert not dropped(tmp_path)
+
+
+def without_odd_numbers(example: Example) -> Example | Drop:
+    assert isinstance(example, Conversation)
+    number = int(example.messages[1]["content"].removeprefix("It is ").removesuffix("."))
+    if number % 2:
+        return Drop("an odd number")
+    return texts.replace(example, lambda text: text.replace("It is", "That is"))  # type: ignore[return-value]
+
+
+def test_a_filter_that_fails_rejects_the_row_and_one_that_returns_nothing_stops_the_job() -> None:
+    gate = Gate.of(FilterOptions(), (lambda example: 1 / 0,), 0)  # type: ignore[arg-type, return-value]
+    assert gate
+    [found] = gate.screen([{"row": b'{"completion":"x"}', "problem": None}], 0)
+    assert found["problem"] == "the filter <lambda> raises ZeroDivisionError: division by zero"
+    silent = Gate.of(FilterOptions(), (lambda example: None,), 0)  # type: ignore[arg-type, return-value]
+    assert silent
+    with pytest.raises(UserError, match="returns NoneType; return the example"):
+        silent.screen([{"row": b'{"completion":"x"}', "problem": None}], 0)
+
+
+# ---------------------------------------------------------------- single rules
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("mail a.b+c@mail.example.co.uk, ok", "mail <EMAIL>, ok"),
+        ("card 4111 1111 1111 1111.", "card <CARD>."),
+        ("card 4111 1111 1111 1112.", "card 4111 1111 1111 1112."),
+        ("pay DE89 3704 0044 0532 0130 00 now", "pay <IBAN> now"),
+        ("pay DE88370400440532013000 now", "pay DE88370400440532013000 now"),
+        ("at 8.8.8.8 and 192.168.0.1, v1.2.3.4.5", "at <IP> and 192.168.0.1, v1.2.3.4.5"),
+        ("call +1 (212) 555-0100 or (030) 1234-567", "call <PHONE> or <PHONE>"),
+        ("in 2024-01-31 and 1,234,567 or 3.14159265358", "in 2024-01-31 and 1,234,567 or 3.14159265358"),
+        ("user@host and a @mention and x@y", "user@host and a @mention and x@y"),
+    ],
+)
+def test_personal_data_is_recognized_by_its_form(text: str, clean: str) -> None:
+    assert pii.replace(text, tuple(pii.PATTERNS)) == clean
+
+
+def test_only_the_chosen_kinds_are_replaced_and_all_texts_of_a_row() -> None:
+    assert pii.replace("a@b.org 8.8.8.8", ("ip",)) == "a@b.org <IP>"
+    call = {"function": {"name": "send", "arguments": {"to": ["a@b.org"]}}, "id": "call_a@b.org", "type": "function"}
+    example = Conversation([{"role": "user", "content": "a@b.org"}, {"role": "assistant", "tool_calls": [call]}])
+    changed = texts.replace(example, lambda text: pii.replace(text, ("email",)))
+    assert isinstance(changed, Conversation)
+    assert changed.messages[0] == {"role": "user", "content": "<EMAIL>"}
+    [made] = changed.messages[1]["tool_calls"]
+    assert made["function"] == {"name": "send", "arguments": {"to": ["<EMAIL>"]}}
+    assert made["id"] == "call_a@b.org", "the answer to the call refers to it"
+
+
+def test_the_language_of_a_whole_text_is_recognized_without_a_download() -> None:
+    english = "The weather was fine, so we walked along the river until it was dark. "
+    german = "Das Wetter war sch\u00f6n, also gingen wir am Fluss entlang, bis es dunkel war. "
+    assert language.detect(english)[0] == "en"
+    assert language.detect(german)[0] == "de"
+    assert language.detect(english[:70] + "\n" + german * 10)[0] == "de"  # also what comes after 80 characters
+
+
+PROSE = (
+    "The harbour of the town lies in the north of the island, and most of the people who live there work on the boats "
+    "that leave before dawn. In winter the wind is so strong that they stay at home for weeks. Then they mend the "
+    "nets, tell stories to each other, and wait for the sea to calm down again. Visitors rarely come at this time."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "reason"),
+    [
+        (PROSE, "gopher", None),
+        (PROSE, "gopher_repetition", None),
+        (PROSE, "fineweb", None),
+        ("too short", "gopher", "not between 50"),
+        ("- " + "\n- ".join(PROSE.split(". ") * 2), "gopher", "items of a list"),
+        (PROSE.replace(" ", " # ", 12), "gopher", "# or ellipsis"),
+        ("1234 " * 100 + PROSE, "gopher", "without a letter"),
+        ((PROSE + "\n") * 3, "gopher_repetition", "repeated lines"),
+        (PROSE + " buy now" * 40, "gopher_repetition", "run of 2 words"),
+        (PROSE.replace(" ", ".\n"), "fineweb", "most lines are short"),
+        (PROSE.replace(".", "").replace(", ", "\n"), "fineweb", "few lines end with punctuation"),
+    ],
+)
+def test_published_rules(text: str, rule: Any, reason: str | None) -> None:
+    found = rules.broken(text, [rule])
+    assert (found is None) == (reason is None)
+    assert (reason or "") in (found or "")
+
+
+def test_what_filters_see_of_a_row() -> None:
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "A", "reasoning_content": "R"},
+    ]
+    example = Conversation(messages, [{"name": "T"}])
+    assert texts.parts(example, "turns") == ["Q", "A\nR"]
+    assert texts.parts(example, "answers") == ["A\nR"]
+    assert texts.parts(example, "all") == ["S", "Q", "A\nR", '[{"name": "T"}]']
+    assert texts.parts(Completion("P", "C"), "turns") == ["P", "C"]
+    assert texts.parts(Completion("P", "C"), "answers") == ["C"]
+
+
+def test_runs_of_evaluation_sets() -> None:
+    rng = random.Random(5)
+    question = " ".join(sentence(rng, 30))
+    short, phrase = " ".join(sentence(rng, 9)), " ".join(sentence(rng, 14))
+    found = [contamination.of_parts([one], 13) for one in (question, short, "what is it", "")]
+    questions = contamination.rare([*found, *[contamination.of_parts([phrase], 13)] * 11])
+    examples = [
+        [question],
+        ["so: " + " ".join(question.split()[5:18])],
+        [short],
+        [f"x {short}"],
+        ["what is it"],
+        [phrase],
+    ]
+    assert contamination.contains(questions, examples, 13).tolist() == [True, True, True, False, False, False]
+    assert not contamination.contains(questions, [[], [""]], 13).any()
+
+
+def test_rows_of_the_demo_pass_all_filters_but_the_strict_rules(assets: Path) -> None:
+    gate = Gate.of(FilterOptions(languages=("en",), pii="replace"), (), 0)
+    assert gate
+    head = row_sources.head(row_sources.find(str(assets / "data")), 100)
+    assert all(one["dropped"] is None and one["as_read"] is None for one in gate.screen(head.rows, 0))
+
+
+@pytest.mark.parametrize("bad", [{"near_duplicates": 2}, {"pii": "hide"}, {"rules": ["c5"]}, {"max_word": 3}])
+def test_wrong_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"1 validation error"):
+        FilterOptions.model_validate(bad)
+
+
+# ---------------------------------------------------------------- the table of the documentation
+
+ROWS, PLANTED = 1000, 100
+GERMAN = ["der", "und", "nicht", "wir", "haben", "eine", "stra\u00dfe", "mit", "f\u00fcr", "gehen", "kinder", "schon"]
+ENGLISH = ["the", "and", "not", "we", "have", "street", "with", "for", "walk", "children", "already", "because"]
+
+
+def spoken(rng: random.Random, words: list[str], count: int = 30) -> str:
+    return " ".join(rng.choices(words, k=count))
+
+
+def planted_rows(kind: str) -> tuple[list[Example], set[int], dict[str, Any], list[str]]:
+    """Return examples, the numbers of those with a planted fault, the settings, and evaluation questions."""
+    rng = random.Random(kind)
+    answers = [sentence(rng, rng.randint(80, 150)) for _ in range(ROWS)]
+    faults, questions, settings_ = set(rng.sample(range(1, ROWS, 2), PLANTED)), list[str](), dict[str, Any]()
+    lines = [" ".join(words) for words in answers]
+    if kind == "near_duplicates":
+        settings_ = {"near_duplicates": 0.8}
+        for at in faults:  # the row before it, with one other word: at least 0.87 similar
+            lines[at] = " ".join(edited(answers[at - 1], 1, rng))
+    elif kind == "decontaminate":
+        questions = [" ".join(sentence(rng, 20)) for _ in range(PLANTED)]
+        for at, question in zip(sorted(faults), questions, strict=True):
+            lines[at] += f" {question}, {lines[at]}"
+    elif kind == "languages":
+        settings_ = {"languages": ("en",)}
+        lines = [spoken(rng, GERMAN if at in faults else ENGLISH) for at in range(ROWS)]
+    elif kind == "min_words":
+        settings_ = {"min_words": 20}
+        for at in faults:
+            lines[at] = " ".join(lines[at].split()[:15])
+    elif kind == "gopher_repetition":
+        settings_ = {"rules": ("gopher_repetition",)}
+        for at in faults:
+            lines[at] = " ".join([" ".join(answers[at][:8])] * 10)
+    else:
+        settings_ = {"pii": "drop"}
+        for number, at in enumerate(sorted(faults)):
+            lines[at] += (f" mail a{number}@b.org", " +49 30 12345678", " 4111 1111 1111 1111", " 8.8.4.4")[number % 4]
+    return [Completion("", line) for line in lines], faults, settings_, questions
+
+
+def found_rows(kind: str) -> tuple[set[int], set[int]]:
+    """Return the numbers of the planted rows, and of those that the filter drops: of a pair, perhaps the first."""
+    examples, faults, settings_, questions = planted_rows(kind)
+    if kind == "near_duplicates":
+        lines = [example.completion for example in examples if isinstance(example, Completion)]
+        gone = decide(lines, settings_["near_duplicates"])
+        return faults, {at if at in faults else at + 1 for at, line in enumerate(lines) if line in gone}
+    if kind == "decontaminate":
+        runs = contamination.rare([contamination.of_parts([question], 13) for question in questions])
+        hits = contamination.contains(runs, [texts.parts(example, "turns") for example in examples], 13)
+        return faults, set(np.flatnonzero(hits).tolist())
+    gate = Gate.of(FilterOptions(**settings_), (), 0)
+    assert gate
+    screened = gate.screen([{"row": to_json(example), "problem": None} for example in examples], 0)
+    return faults, {at for at, one in enumerate(screened) if one["dropped"]}
+
+
+def table() -> str:
+    lines = ["| filter | planted | found | wrongly dropped |", "|---|---|---|---|"]
+    for kind in ("near_duplicates", "decontaminate", "languages", "min_words", "gopher_repetition", "pii"):
+        faults, found = found_rows(kind)
+        lines.append(f"| `{kind}` | {len(faults)} | {len(faults & found)} | {len(found - faults)} |")
+    return "\n".join(lines)
+
+
+def test_the_documented_table_is_true() -> None:
+    page = (settings.PROJECT / "docs" / "filters.md").read_text(encoding="utf-8")
+    assert table() in page, f"put this table into docs/filters.md:\n{table()}"
