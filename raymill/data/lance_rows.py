@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from lancedb import AsyncTable
 
 
-async def count(location: str, version: int | None) -> tuple[int, int]:
-    """Return the number of a version, or of the current one, and how many rows it has.
+async def count(location: str, version: int | None) -> tuple[int, int, int]:
+    """Return the number of a version, or of the current one, its number of rows, and its bytes.
 
     Raises:
         ValueError, RuntimeError: there is no such dataset or version.
     """
     table = await _open(location, version)
-    return await table.version(), await table.count_rows()
+    stats: Any = await table.stats()
+    return await table.version(), await table.count_rows(), max(1, stats["total_bytes"])
 
 
 def read(location: str, version: int, first: int, stop: int, wanted: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
@@ -37,7 +38,7 @@ def read(location: str, version: int, first: int, stop: int, wanted: tuple[str, 
 
     with asyncio.Runner() as runner:
         batches = aiter(runner.run(scan()))
-        while batch := runner.run(following(batches)):
+        while (batch := runner.run(following(batches))) is not None:
             yield batch
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from raymill.data import row_formats, token_ids
+from raymill.data.files import InputFiles
 from raymill.data.filters.gate import Gate
 from raymill.data.options import PreprocessOptions
 from raymill.data.row_sources import RowSource
@@ -41,7 +42,7 @@ def configuration(
                 "weight": source.weight,
                 "files": len(source.files.files),
                 "bytes": source.size,
-                "hash": hashlib.sha256(json.dumps([file[:3] for file in source.files.files]).encode()).hexdigest(),
+                "hash": _hash(source.files),
                 **({} if source.files.version is None else {"version": source.files.version}),
             }
             for source in sources
@@ -100,7 +101,11 @@ def check(manifest: dict[str, Any], options: PreprocessOptions, plan: ShardPlan)
             f"see {plan.output}/rejected and correct the input, or pass a larger --max-bad-share."
         )
     if not manifest["train"]["rows"]:
-        raise UserError(f"no row of {options.input} is left for training; add rows, or pass a smaller --eval-share.")
+        dropped = manifest["rows_dropped"]
+        filtered = f", because filters dropped {dropped:,} of {read:,} rows ({plan.output}/dropped)" if dropped else ""
+        raise UserError(
+            f"no row of {options.input} is left for training{filtered}; add rows, or pass a smaller --eval-share."
+        )
 
 
 def print_summary(manifest: dict[str, Any], plan: ShardPlan) -> None:
@@ -127,6 +132,15 @@ def print_summary(manifest: dict[str, Any], plan: ShardPlan) -> None:
         print(f"  {manifest['rows_changed']:,} rows were changed by filters")
     print(f"{manifest['rows_rejected']:,} of {manifest['rows_read']:,} rows were bad{duplicates}.")
     print(f"Written to {plan.output}.")
+
+
+def _hash(found: InputFiles) -> str:
+    """Return a hash of what the files are, and for a table, of its columns and of which rows are deleted."""
+    listed = [file[:3] for file in found.files]
+    if found.version is not None:
+        details = [(file.values, file.deleted.hex()) for file in found.files]
+        listed = [*listed, *details, found.table]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def _source_counts(partitions: list[PartitionSummary], number: int) -> dict[str, int]:

@@ -6,24 +6,22 @@ block fail, and only one task reads each file, however large the file is.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import ray.data
 
 from raymill.data.file_formats import Piece, read
+from raymill.data.filters.gate import Gate
 from raymill.data.row_formats import columns_of
 from raymill.data.row_sources import RowSource
 from raymill.data.rows import ROWS, checked
-
-if TYPE_CHECKING:
-    from raymill.data.filters.gate import Gate
 
 BATCH_BYTES = 4 * 2**20  # bytes of rows in one batch
 
 
 def dataset(
-    sources: list[RowSource], seed: int = 0, report: Callable[..., Any] | None = None, gate: "Gate | None" = None
+    sources: list[RowSource], seed: int = 0, report: Callable[..., Any] | None = None, gate: Gate | None = None
 ) -> ray.data.Dataset:
     """Return all rows of all sources with the schema ROWS, in no particular order. `gate` filters each row.
 
@@ -34,9 +32,10 @@ def dataset(
         for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
             count, source = 0, sources[piece.source]
             raw = read(source.files.filesystem, piece, columns_of(source.formats))
-            for batch in _batches(checked(row, source.formats) for row in raw):
-                found = gate.screen(batch, piece.source) if gate else batch
-                table = pa.Table.from_pylist(list(_repeat(found, piece.source, source.weight, seed)), ROWS)
+            rows = _with_copies((checked(row, source.formats) for row in raw), source.weight, seed)
+            for batch in _batches(rows):
+                found = gate.filter_rows(batch, piece.source) if gate else batch
+                table = pa.Table.from_pylist(list(_repeat(found, piece.source)), ROWS)
                 count += len(table)
                 yield table
             if report:
@@ -53,14 +52,20 @@ def one_task_per_piece(*sources: RowSource) -> ray.data.Dataset:
     return ray.data.from_items(pieces, override_num_blocks=len(pieces))
 
 
-def _repeat(rows: Iterable[dict[str, Any]], source: int, weight: float, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield each good row `weight` times on average, and each bad or dropped row once.
+def _with_copies(rows: Iterable[dict[str, Any]], weight: float, seed: int) -> Iterator[dict[str, Any]]:
+    """Add to each row that is used the number of its copies: `weight` on average, and one for a bad row.
 
     A hash of the row decides whether a fractional weight is rounded up.
     """
     for row in rows:
-        is_left_out = row["problem"] or row.get("dropped")
-        for copy in range(1 if is_left_out else _copies(row.get("as_read") or row["row"], weight, seed)):
+        if copies := 1 if row["problem"] else _copies(row["row"], weight, seed):
+            yield row | {"copies": copies}
+
+
+def _repeat(rows: Iterable[dict[str, Any]], source: int) -> Iterator[dict[str, Any]]:
+    """Yield the copies of each row, and a dropped row once."""
+    for row in rows:
+        for copy in range(1 if row.get("dropped") else row["copies"]):
             yield row | {"source": source, "copy": copy}
 
 

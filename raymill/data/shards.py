@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +19,12 @@ import ray
 from pydantic import BaseModel
 from ray import ObjectRef
 
+from raymill.data.filters.gate import Gate
 from raymill.data.packed_folder import PackedFolder
 from raymill.data.packing import pack
+from raymill.data.shuffle import is_held_out
 from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer
 from raymill.data.tokenizer import padding_id
-
-if TYPE_CHECKING:
-    from raymill.data.filters.gate import Gate
 
 SLICE_BYTES = 2**21  # bytes of text to tokenize at once; the tokens take thirty times as much memory
 ROW_GROUP_TOKENS = 2**20  # training reads one row group at a time
@@ -90,7 +89,7 @@ def write(
     tokenizer_ref: ObjectRef,
     use_fastokens: bool,
     report: Callable[..., Any],
-    gate: "Gate | None" = None,
+    gate: Gate | None = None,
 ) -> pa.Table:
     """Write the shards of one partition. Return one row with the column `summary`, a PartitionSummary as JSON.
 
@@ -104,7 +103,7 @@ def write(
     rows = rows.sort_by("key")
     dropped: dict[int, dict[str, int]] = {}
     if gate:
-        rows, dropped = _save_dropped(gate.judge(rows), plan, number)
+        rows, dropped = _save_dropped(gate.decide(rows), plan, number)
     kept = len(rows)
     if plan.deduplicate:
         rows = _without_duplicates(rows)
@@ -126,7 +125,7 @@ def write(
         dropped=dropped,
         changed=len(rows) - rows["as_read"].null_count,
         sources=_count_by_source(documents.filter(good), rows["source"]),
-        fast_documents=pc.sum(documents["is_fast"]).as_py(),
+        fast_documents=pc.sum(documents["is_fast"]).as_py() or 0,  # filters may have dropped all rows
         train=_write_shard(documents.filter(pc.and_not(good, held_out)), plan, pad_id, f"train/{name}"),
         eval=_write_shard(documents.filter(pc.and_(good, held_out)), plan, pad_id, f"eval/{name}"),
     )
@@ -149,12 +148,6 @@ def fetch(tokenizer_ref: ObjectRef, use_fastokens: bool) -> DocumentTokenizer:
     return tokenizer
 
 
-def is_held_out(row: bytes, share: float) -> bool:
-    """Return whether a row is held out for evaluation. Copies of a row share the result."""
-    digest = hashlib.blake2b(row, digest_size=8, person=b"evaluation").digest()
-    return int.from_bytes(digest) < share * 2**64
-
-
 def slices(rows: pa.Table) -> Iterator[pa.Table]:
     """Yield `rows` in order, in slices of about SLICE_BYTES of text, each with at least one row."""
     text = np.cumsum(pc.binary_length(rows["row"]).to_numpy())
@@ -165,6 +158,8 @@ def slices(rows: pa.Table) -> Iterator[pa.Table]:
 
 def _without_duplicates(rows: pa.Table) -> pa.Table:
     """Return rows without repeated keys. Identical rows have the same key, and `rows` are sorted by key."""
+    if not len(rows):
+        return rows
     keys = rows["key"].combine_chunks()
     return rows.filter(pa.concat_arrays([pa.array([True]), pc.not_equal(keys[1:], keys[:-1])]))
 
@@ -215,7 +210,7 @@ def _save_dropped(rows: pa.Table, plan: ShardPlan, number: int) -> tuple[pa.Tabl
         saved = pa.table(
             {
                 "reason": gone["dropped"],
-                "key": [one.hex() for one in gone["key"].to_pylist()],
+                "key": gone["content"],
                 "source": [plan.sources[one] for one in gone["source"].to_pylist()],
                 "kept": gone["kept"],
                 "row": gone["row"].cast(pa.large_string()),

@@ -37,3 +37,9 @@ def assign(rows: pa.Table, seed: int, groups: pa.Array) -> pa.Table:
     partitions = pa.array([int.from_bytes(key[:8]) % len(groups) for key in keys], pa.int32())
     columns = {"key": pa.array(keys, pa.binary(16)), "partition": partitions, "group": groups.take(partitions)}
     return pa.table(dict(zip(rows.column_names, rows.columns, strict=True)) | columns)
+
+
+def is_held_out(row: bytes, share: float) -> bool:
+    """Return whether a row is held out for evaluation. Copies of a row share the result."""
+    digest = hashlib.blake2b(row, digest_size=8, person=b"evaluation").digest()
+    return int.from_bytes(digest) < share * 2**64

@@ -49,7 +49,7 @@ class TableFacts(TypedDict, total=False):
     bytes: int
 
 
-class Current(NamedTuple):
+class TableVersion(NamedTuple):
     """What a version of a table consists of."""
 
     version: int
@@ -93,7 +93,8 @@ def find(name: str, section: str) -> InputFiles | None:
     if not current.files:
         raise UserError(f"{name} has no rows; correct input in [{section}], or pass --input.")
     facts = json.dumps(current.facts, default=str)
-    return InputFiles(name, filesystem, root, current.files, current.version, facts)
+    folder = os.path.commonpath([os.path.dirname(file.path) for file in current.files])
+    return InputFiles(name, filesystem, folder, current.files, current.version, facts)
 
 
 def _look(location: str, section: str) -> tuple[FileSystem, str, str | None]:
@@ -149,7 +150,7 @@ def _path(uri: str) -> str:
 # ---------------------------------------------------------------- Delta
 
 
-def _delta(name: str, filesystem: FileSystem, root: str, version: int | None) -> Current:
+def _delta(name: str, filesystem: FileSystem, root: str, version: int | None) -> TableVersion:
     """Read a Delta table's log: which files are live, what is deleted in them, and the values of partitions."""
     deltalake = optional.load("deltalake", "deltalake", "Delta tables")
     try:
@@ -168,7 +169,7 @@ def _delta(name: str, filesystem: FileSystem, root: str, version: int | None) ->
     ids = table.metadata().configuration.get("delta.columnMapping.mode") == "id"
     columns = [_delta_column(field, ids) for field in json.loads(table.schema().to_json())["fields"]]
     names = {physical: column["name"] for column in columns for physical in column["names"]}
-    return Current(
+    return TableVersion(
         table.version(),
         _live(
             filesystem,
@@ -233,7 +234,7 @@ def catalog_location(name: str) -> str:
         ) from None
 
 
-def _iceberg(name: str, filesystem: FileSystem, root: str, version: int | None) -> Current:
+def _iceberg(name: str, filesystem: FileSystem, root: str, version: int | None) -> TableVersion:
     """Read an Iceberg table's metadata: which files are live, what is deleted in them, and the numbers of columns."""
     optional.load("pyiceberg", PYICEBERG, "Iceberg tables")
     from pyiceberg.table import StaticTable
@@ -262,7 +263,7 @@ def _iceberg(name: str, filesystem: FileSystem, root: str, version: int | None) 
         _iceberg_deletes(tasks, table.io, name),
         name,
     )
-    return Current(
+    return TableVersion(
         snapshot.snapshot_id if snapshot else 0,
         live,
         {"columns": [_iceberg_column(one, names) for one in schema.fields]},
@@ -299,12 +300,13 @@ def _current_metadata(name: str, filesystem: FileSystem, root: str) -> str:
 def _iceberg_deletes(tasks: list[Any], io: Any, name: str) -> dict[str, np.ndarray]:
     """Return a mask for each file with deleted rows, from files with positions and from deletion vectors."""
     positions = {one: _deleted_positions(io, one) for task in tasks for one in task.delete_files}
-    live = {PurePosixPath(_path(task.file.file_path)).name: _path(task.file.file_path) for task in tasks}
-    for path in {path for found in positions.values() for path in found}:
-        if live.get(PurePosixPath(path).name, path) != path:
+    live = {_path(task.file.file_path) for task in tasks}
+    names = {PurePosixPath(path).name: path for path in live}
+    for path in {path for found in positions.values() for path in found} - live:
+        if other := names.get(PurePosixPath(path).name):
             raise UserError(
-                f"{name} has deleted rows for {path}, but its file is {live[PurePosixPath(path).name]}: the table was "
-                "moved; write its current rows to parquet files where it was, and pass those as --input."
+                f"{name} has deleted rows for {path}, but its file is {other}: the table was moved; write its current "
+                "rows to parquet files where it was, and pass those as --input."
             )
     masks = {}
     for task in tasks:
@@ -371,20 +373,19 @@ def _identities(partition: Any, spec: Any, schema: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- Lance
 
 
-def _lance(name: str, filesystem: FileSystem, root: str, version: int | None) -> Current:
+def _lance(name: str, filesystem: FileSystem, root: str, version: int | None) -> TableVersion:
     """Find a version of a Lance dataset. Workers read its rows with lancedb, which leaves out deleted ones."""
     location = files.uri(name, root)
     selector = FileSelector(f"{root}/data", recursive=True, allow_not_found=True)
     data = sorted((info for info in filesystem.get_file_info(selector) if info.is_file), key=lambda info: info.path)
     try:
-        found, rows = asyncio.run(lance_rows.count(location, version))
+        found, rows, size = asyncio.run(lance_rows.count(location, version))
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{name} cannot be read ({_first_line(error)}); pass another --input.") from None
     if not rows or not data:
-        return Current(found, [], {})
-    size = sum(info.size for info in data)  # of all versions
+        return TableVersion(found, [], {})
     one = InputFile(data[0].path, size, data[0].mtime_ns or 0)  # stands for all of them
-    return Current(found, [one], {"location": location, "version": found, "rows": rows, "bytes": size})
+    return TableVersion(found, [one], {"location": location, "version": found, "rows": rows, "bytes": size})
 
 
 KINDS = {"Delta": _delta, "Iceberg": _iceberg, "Lance": _lance}

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import ray.cloudpickle
 
 from jobs import preprocess
 from raymill import settings
@@ -28,6 +30,7 @@ from raymill.data.filters.options import FilterOptions
 from raymill.data.options import PreprocessOptions
 from raymill.errors import UserError
 
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it, as with a job's script
 VOCABULARY = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "on", "um", "esk")]
 
 
@@ -321,15 +324,87 @@ def without_odd_numbers(example: Example) -> Example | Drop:
     return texts.replace(example, lambda text: text.replace("It is", "That is"))  # type: ignore[return-value]
 
 
+def failing(example: Example) -> Example:
+    raise ZeroDivisionError(f"of {texts.parts(example, 'turns')}")
+
+
+def silent(example: Example) -> Example | None:
+    return None if example else example
+
+
+def made_by(reason: str) -> Any:
+    def one(example: Example) -> Drop:
+        return Drop(reason)
+
+    return one
+
+
 def test_a_filter_that_fails_rejects_the_row_and_one_that_returns_nothing_stops_the_job() -> None:
-    gate = Gate.of(FilterOptions(), (lambda example: 1 / 0,), 0)  # type: ignore[arg-type, return-value]
+    raw = {"row": b'{"completion":"a@b.org"}', "problem": None}
+    gate = Gate.of(FilterOptions(), (failing,), 0)
     assert gate
-    [found] = gate.screen([{"row": b'{"completion":"x"}', "problem": None}], 0)
-    assert found["problem"] == "the filter <lambda> raises ZeroDivisionError: division by zero"
-    silent = Gate.of(FilterOptions(), (lambda example: None,), 0)  # type: ignore[arg-type, return-value]
-    assert silent
+    [found] = gate.filter_rows([raw], 0)
+    assert found["problem"] == "the filter failing raises ZeroDivisionError: of ['', 'a@b.org']"
+    gate = Gate.of(FilterOptions(pii="replace"), (failing,), 0)
+    assert gate
+    [found] = gate.filter_rows([raw], 0)
+    assert b"a@b.org" not in found["row"]
+    assert "a@b.org" not in found["problem"]
+    gate = Gate.of(FilterOptions(), (silent,), 0)  # type: ignore[arg-type]
+    assert gate
     with pytest.raises(UserError, match="returns NoneType; return the example"):
-        silent.screen([{"row": b'{"completion":"x"}', "problem": None}], 0)
+        gate.filter_rows([raw], 0)
+    with pytest.raises(UserError, match="the filter one is defined within a function"):
+        Gate.of(FilterOptions(), (made_by("x"),), 0)
+
+
+def test_dropping_all_rows_is_one_sentence(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [row(f"Is it {n}?", f"It is {n}.") for n in range(20)])
+    for number, filters in enumerate(({"min_words": 50}, {"min_words": 50, "near_duplicates": 0.9})):
+        with pytest.raises(
+            UserError, match=r"is left for training, because filters dropped 20 of 20 rows \(.*dropped\)"
+        ):
+            preprocess.main(options(assets, tmp_path / str(number), file, filters=filters))
+        assert len(dropped(tmp_path / str(number))) == 20
+
+
+def test_rows_that_mix_leaves_out_replace_no_others(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    rng = random.Random(7)
+    answers = [sentence(rng, 60) for _ in range(60)]
+    first = write_rows(tmp_path / "a.jsonl", [row("Which?", " ".join(words)) for words in answers])
+    second = write_rows(tmp_path / "b.jsonl", [row("Which?", " ".join(edited(words, 1, rng))) for words in answers])
+    filters = {"near_duplicates": 0.7}
+    preprocess.main(options(assets, tmp_path, first, mix=(f"{second}=0.3",), filters=filters, eval_share=0))
+    made = manifest(tmp_path)
+    used = sum(counts["documents"] for counts in made["sources"].values())
+    assert used == 60, "each row of a or its near-duplicate in b is used"
+    assert made["rows_dropped"] < 40
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"question": "What is it?"}\n', "has no row with a text of 8 words or more"),
+        ('{"question": "What is\n', "has a bad row"),
+        ("", "no rows"),
+    ],
+)
+def test_an_evaluation_set_that_says_nothing_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message if content else "questions.jsonl"):
+        Gate.of(FilterOptions(decontaminate=(str(file),)), (), 0)
+
+
+def test_an_evaluation_set_in_another_encoding_is_read(tmp_path: Path) -> None:
+    text = "Wo liegt das Caf\u00e9 in der kleinen Stadt am See?"
+    (tmp_path / "questions.csv").write_bytes(f"question\n{text}\n".encode("latin-1"))
+    assert len(contamination.read_questions([str(tmp_path / "questions.csv")], 13)) == 1
+
+
+def test_texts_without_words_are_no_near_duplicates() -> None:
+    assert decide(["\U0001f44d", "\U0001f600", "+ - >", ""], 0.8) == {}
+    assert len(decide(["\uff21\uff22\uff23 and so on it goes", "\uff21\uff22\uff23, and so on it goes"], 0.8)) == 1
 
 
 # ---------------------------------------------------------------- single rules
@@ -343,6 +418,10 @@ def test_a_filter_that_fails_rejects_the_row_and_one_that_returns_nothing_stops_
         ("card 4111 1111 1111 1112.", "card 4111 1111 1111 1112."),
         ("pay DE89 3704 0044 0532 0130 00 now", "pay <IBAN> now"),
         ("pay DE88370400440532013000 now", "pay DE88370400440532013000 now"),
+        ("until 4111 1111 1111 1111 12/26", "until <CARD> 12/26"),
+        ("ES9121000418450200051332 EUR", "<IBAN> EUR"),
+        ("http://8.8.8.8:8080/x", "http://<IP>:8080/x"),
+        ("at 2001:4860:4860::8888 or 12:30:45", "at <IP> or 12:30:45"),
         ("at 8.8.8.8 and 192.168.0.1, v1.2.3.4.5", "at <IP> and 192.168.0.1, v1.2.3.4.5"),
         ("call +1 (212) 555-0100 or (030) 1234-567", "call <PHONE> or <PHONE>"),
         ("in 2024-01-31 and 1,234,567 or 3.14159265358", "in 2024-01-31 and 1,234,567 or 3.14159265358"),
@@ -355,13 +434,17 @@ def test_personal_data_is_recognized_by_its_form(text: str, clean: str) -> None:
 
 def test_only_the_chosen_kinds_are_replaced_and_all_texts_of_a_row() -> None:
     assert pii.replace("a@b.org 8.8.8.8", ("ip",)) == "a@b.org <IP>"
-    call = {"function": {"name": "send", "arguments": {"to": ["a@b.org"]}}, "id": "call_a@b.org", "type": "function"}
+    call = {
+        "function": {"name": "send", "arguments": {"to": ["a@b.org"], "id": "a@b.org"}},
+        "id": "call_a@b.org",
+        "type": "function",
+    }
     example = Conversation([{"role": "user", "content": "a@b.org"}, {"role": "assistant", "tool_calls": [call]}])
     changed = texts.replace(example, lambda text: pii.replace(text, ("email",)))
     assert isinstance(changed, Conversation)
     assert changed.messages[0] == {"role": "user", "content": "<EMAIL>"}
     [made] = changed.messages[1]["tool_calls"]
-    assert made["function"] == {"name": "send", "arguments": {"to": ["<EMAIL>"]}}
+    assert made["function"] == {"name": "send", "arguments": {"to": ["<EMAIL>"], "id": "<EMAIL>"}}
     assert made["id"] == "call_a@b.org", "the answer to the call refers to it"
 
 
@@ -438,7 +521,19 @@ def test_rows_of_the_demo_pass_all_filters_but_the_strict_rules(assets: Path) ->
     gate = Gate.of(FilterOptions(languages=("en",), pii="replace"), (), 0)
     assert gate
     head = row_sources.head(row_sources.find(str(assets / "data")), 100)
-    assert all(one["dropped"] is None and one["as_read"] is None for one in gate.screen(head.rows, 0))
+    assert all(one["dropped"] is None and one["as_read"] is None for one in gate.filter_rows(head.rows, 0))
+
+
+def test_bad_rows_are_saved_without_personal_data() -> None:
+    gate = Gate.of(FilterOptions(pii="replace"), (), 0)
+    assert gate
+    raw = [
+        {"row": json.dumps({"a": "Call me\n+49 30 1234567\nor\n8.8.4.4"}).encode(), "problem": "no known columns"},
+        {"row": b'{"a": "a\\u0040b.org"}', "problem": "no known columns"},
+        {"row": b'{"a": "a@b.org', "problem": "not valid JSON"},
+    ]
+    found = [one["row"] for one in gate.filter_rows(raw, 0)]
+    assert found == [b'{"a": "Call me\\n<PHONE>\\nor\\n<IP>"}', b'{"a": "<EMAIL>"}', b""]
 
 
 @pytest.mark.parametrize("bad", [{"near_duplicates": 2}, {"pii": "hide"}, {"rules": ["c5"]}, {"max_word": 3}])
@@ -503,7 +598,7 @@ def found_rows(kind: str) -> tuple[set[int], set[int]]:
         return faults, set(np.flatnonzero(hits).tolist())
     gate = Gate.of(FilterOptions(**settings_), (), 0)
     assert gate
-    screened = gate.screen([{"row": to_json(example), "problem": None} for example in examples], 0)
+    screened = gate.filter_rows([{"row": to_json(example), "problem": None} for example in examples], 0)
     return faults, {at for at, one in enumerate(screened) if one["dropped"]}
 
 

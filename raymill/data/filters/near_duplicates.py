@@ -4,7 +4,6 @@ Bands of a signature only propose pairs: a row is left out if its similarity to 
 threshold. The rows are visited in the order of their content hashes, so the result depends on the rows alone.
 """
 
-import importlib.metadata
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from raymill.errors import UserError
 
 SLOTS = 128
 SEED = 1
+NO_WORDS = 2**32 - 1  # in all slots of a text without words
 HASH_BYTES = 16
 ROW_BYTES = 2 * (4 * SLOTS + HASH_BYTES + 2)
 """Bytes that `decide` needs for each row: twice its signature, its content hash and the number of its source."""
@@ -39,11 +39,6 @@ class Decisions(NamedTuple):
     """int16: the source that each of these belongs to."""
     crowded: int
     """Rows that were not compared with all that the bands propose, because too many rows resemble each other."""
-
-
-def version() -> str:
-    """Return the version of rensa: others give other signatures."""
-    return importlib.metadata.version("rensa")
 
 
 def signatures(texts: list[str], size: int) -> np.ndarray:
@@ -85,9 +80,11 @@ def decide(hashes: np.ndarray, sources: np.ndarray, signed: np.ndarray, threshol
     owners = sources[is_first]
     most = np.maximum.reduceat(sources, np.flatnonzero(is_first)) if len(sources) else sources
     unique, signed = hashes[is_first], signed[order[is_first]]
-    dropped, kept, crowded = _similar(signed, threshold)
+    with_words = np.flatnonzero((signed != NO_WORDS).any(1))
+    dropped, kept, crowded = _similar(signed[with_words], threshold)
+    unique, all_unique = unique[with_words], unique
     is_shared = owners != most
-    return Decisions(unique[dropped], unique[kept], unique[is_shared], owners[is_shared], crowded)
+    return Decisions(unique[dropped], unique[kept], all_unique[is_shared], owners[is_shared], crowded)
 
 
 def check_memory(rows: int, runs: int = 0) -> None:

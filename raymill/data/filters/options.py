@@ -16,7 +16,7 @@ class FilterOptions(settings.Section):
     """The [preprocess.filters] table of settings.toml. Without it, nothing is filtered."""
 
     scope: Scope = "turns"
-    """Text that rules and near_duplicates see. turns: messages of users and assistants; answers: those of assistants;
+    """Text that filters see, except pii. turns: messages of users and assistants; answers: those of assistants;
     all: also system prompts and tools."""
     near_duplicates: float = Field(0, ge=0, le=1)
     """Use only one of several rows whose texts are at least this similar, from 0 to 1. 0: off."""

@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple
 
 from raymill.data.filters.options import PIIKind
@@ -46,10 +47,12 @@ PATTERNS: dict[PIIKind, Pattern] = {
         lambda text: True,
         "<EMAIL>",
     ),
-    "iban": Pattern(re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b"), _is_iban, "<IBAN>"),
+    "iban": Pattern(re.compile(r"(?i)\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b"), _is_iban, "<IBAN>"),
     "card": Pattern(re.compile(r"(?<![\w.-])\d(?:[ -]?\d){12,18}(?![\w-])"), _has_luhn_digit, "<CARD>"),
     "ip": Pattern(
-        re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4})(?![\w:]|\.\d)"),
+        re.compile(
+            r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\w|\.\d)|(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:]))"
+        ),
         _is_address,
         "<IP>",
     ),
@@ -70,7 +73,14 @@ def replace(text: str, kinds: Collection[PIIKind]) -> str:
     """Return a text with each find replaced by a placeholder, such as <EMAIL>."""
     for kind, pattern in PATTERNS.items():
         if kind in kinds:
-            text = pattern.expression.sub(
-                lambda found, pattern=pattern: pattern.placeholder if pattern.is_valid(found[0]) else found[0], text
-            )
+            text = pattern.expression.sub(partial(_replaced, pattern), text)
     return text
+
+
+def _replaced(pattern: Pattern, found: re.Match[str]) -> str:
+    """Return what replaces a match. Other numbers may follow what is looked for, so its beginnings are tried, too."""
+    words = re.split(r"([ -])", found[0])
+    for stop in range(len(words), 0, -2):
+        if pattern.is_valid("".join(words[:stop])):
+            return pattern.placeholder + "".join(words[stop:])
+    return found[0]

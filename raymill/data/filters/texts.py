@@ -9,8 +9,9 @@ from raymill.data.filters.options import Scope
 from raymill.data.messages import REASONING_KEYS
 
 ROLES = {"turns": {"user", "assistant"}, "answers": {"assistant"}}
-FIXED = {"role", "type", "id", "tool_call_id"}
-"""Keys whose values other parts of a row refer to."""
+FIXED = {"role", "tool_call_id"}
+FIXED_IN_CALLS = {"type", "id"}
+"""Keys of messages, and of calls of tools, whose values other parts of a row refer to."""
 SPOKEN = ("content", *REASONING_KEYS)
 
 
@@ -31,8 +32,8 @@ def replace(example: Example, change: Callable[[str], str]) -> Example:
     """Return an example with all its texts changed, also those in tools and in arguments of calls."""
     if isinstance(example, Completion):
         return Completion(change(example.prompt), change(example.completion))
-    messages, tools = _replace(example.messages, change), _replace(example.tools, change)
-    return Conversation(messages, tools)
+    messages = [_replace_but(message, FIXED, change) for message in example.messages]
+    return Conversation(messages, replace_all(example.tools, change))
 
 
 def _spoken(message: dict[str, Any]) -> str:
@@ -41,9 +42,17 @@ def _spoken(message: dict[str, Any]) -> str:
     return "\n".join([*texts, json.dumps(calls, ensure_ascii=False)] if calls else texts)
 
 
-def _replace(value: Any, change: Callable[[str], str]) -> Any:
+def replace_all(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value with all its texts changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: item if key in FIXED else _replace(item, change) for key, item in value.items()}
-    return [_replace(item, change) for item in value] if isinstance(value, list) else value
+        return {key: replace_all(item, change) for key, item in value.items()}
+    return [replace_all(item, change) for item in value] if isinstance(value, list) else value
+
+
+def _replace_but(message: dict[str, Any], fixed: set[str], change: Callable[[str], str]) -> dict[str, Any]:
+    changed = {key: value if key in fixed else replace_all(value, change) for key, value in message.items()}
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = [_replace_but(call, FIXED_IN_CALLS, change) for call in calls]
+    return changed

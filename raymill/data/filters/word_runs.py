@@ -24,7 +24,7 @@ def words(texts: list[str]) -> Runs:
 
     A word is a run of letters and digits. In Chinese and Japanese, which have no spaces, each character is a word.
     """
-    encoded = [text.lower().encode() for text in texts]
+    encoded = [text.lower().encode(errors="replace") for text in texts]  # evaluation sets may have bad rows
     parts, first, size = [], 0, 0
     for number, text in enumerate(encoded, 1):
         size += len(text)
@@ -87,8 +87,8 @@ def _kinds() -> np.ndarray:
     kinds[:128] = [LETTER if chr(byte).isalnum() else SEPARATOR for byte in range(128)]
     kinds[0x80:0xC0] = CONTINUATION
     kinds[0xC2] = kinds[0xE2] = SEPARATOR  # U+0080 to U+00BF, and U+2000 to U+2FFF with the general punctuation
-    kinds[0xE3:0xEA] = CHARACTER  # U+3000 to U+9FFF
-    kinds[0xEF:] = SEPARATOR  # full-width punctuation, and emoji
+    kinds[0xE3:0xEA] = kinds[0xEF] = CHARACTER  # U+3000 to U+9FFF, and their wide forms
+    kinds[0xF0:] = SEPARATOR  # emoji
     return kinds
 
 
