@@ -31,7 +31,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "nu
 KINDS = {"short": 1, "six turns": 3, "long": 20, "own system prompts": 1}
 """Number of questions in each kind of row. A row of the comparison has one to three."""
 KIND_ROWS = 30_000
-FILTER_ROWS, FILTER_ROUNDS = 100_000, 3
+FILTER_ROWS, FILTER_ROUNDS = 300_000, 3
 
 
 class Work(NamedTuple):

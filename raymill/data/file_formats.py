@@ -3,6 +3,7 @@
 JSONL and parquet files are read in pieces, by several tasks. A file of another format is one piece.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -67,6 +68,8 @@ class FileFormat(NamedTuple):
     read: Callable[[pa.NativeFile, Piece, tuple[str, ...]], Iterator[RawRow]]
     is_split: bool = False
     """Whether several tasks can read one file."""
+    is_file: bool = True
+    """Whether a piece is part of a file, which `read` gets opened."""
     text_share: float = 1.0
     """About how many bytes of text one byte of a file contains."""
 
@@ -83,7 +86,7 @@ def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...]) -> Iter
         UserError: the file is broken.
     """
     file_format, values = format_of(piece.path), json.loads(piece.values)
-    with filesystem.open_input_file(piece.path) as file:
+    with filesystem.open_input_file(piece.path) if file_format.is_file else contextlib.nullcontext() as file:
         try:
             for row in file_format.read(file, piece, columns):
                 yield _with_values(row, values) if values else row
@@ -330,7 +333,7 @@ def _first_byte(group: pq.RowGroupMetaData) -> int:
 
 
 def _read_lance(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Read the rows of a dataset that stand for this share of its bytes. The file is one of its files."""
+    """Read the rows of a dataset that stand for this share of its bytes, without `file`."""
     dataset = json.loads(piece.table)
     first, stop = (dataset["rows"] * at // dataset["bytes"] for at in (piece.start, piece.stop))
     try:
@@ -396,7 +399,7 @@ FORMATS = {
     **TEXT,
     ".jsonl": FileFormat("JSONL", _read_lines, is_split=True),
     ".xlsx": FileFormat("Excel", _read_xlsx, text_share=COMPRESSED_SHARE),
-    LANCE: FileFormat("Lance", _read_lance, is_split=True),
+    LANCE: FileFormat("Lance", _read_lance, is_split=True, is_file=False),
     ".arrow": FileFormat("Arrow", _read_arrow),
     ".feather": FileFormat("Feather", _read_arrow),
     **{

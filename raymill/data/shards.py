@@ -239,6 +239,7 @@ def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -
         compression="zstd",
         row_group_size=group_rows,
         use_dictionary=False,  # it would take half of the time, for files of the same size
+        write_statistics=False,  # nothing reads them, and the checksums do not cover them
         write_page_checksum=True,  # zstd decodes some damaged pages without an error
     )
     PackedFolder(plan.output).save(name, buffer.getvalue())

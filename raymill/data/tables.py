@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem
 
-from raymill.data import files, hub, lance_rows, optional
+from raymill.data import file_formats, files, hub, lance_rows, optional
 from raymill.data.files import InputFile, InputFiles
 from raymill.data.table_columns import Column
 from raymill.errors import UserError
@@ -376,16 +376,13 @@ def _identities(partition: Any, spec: Any, schema: Any) -> dict[str, Any]:
 def _lance(name: str, filesystem: FileSystem, root: str, version: int | None) -> TableVersion:
     """Find a version of a Lance dataset. Workers read its rows with lancedb, which leaves out deleted ones."""
     location = files.uri(name, root)
-    selector = FileSelector(f"{root}/data", recursive=True, allow_not_found=True)
-    data = sorted((info for info in filesystem.get_file_info(selector) if info.is_file), key=lambda info: info.path)
     try:
         found, rows, size = asyncio.run(lance_rows.count(location, version))
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{name} cannot be read ({_first_line(error)}); pass another --input.") from None
-    if not rows or not data:
-        return TableVersion(found, [], {})
-    one = InputFile(data[0].path, size, data[0].mtime_ns or 0)  # stands for all of them
-    return TableVersion(found, [one], {"location": location, "version": found, "rows": rows, "bytes": size})
+    # one name for all rows, because the dataset's files belong to many versions
+    listed = [InputFile(f"{root}/rows{file_formats.LANCE}", size, 0)] if rows else []
+    return TableVersion(found, listed, {"location": location, "version": found, "rows": rows, "bytes": size})
 
 
 KINDS = {"Delta": _delta, "Iceberg": _iceberg, "Lance": _lance}

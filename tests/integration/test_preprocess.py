@@ -367,7 +367,7 @@ def test_the_command_prints_a_one_sentence_error() -> None:
     command = [sys.executable, "-m", "jobs.preprocess", "--input", "missing.jsonl"]
     done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: no .parquet, .jsonl, .json, .csv, .tsv, .arrow or .feather file at")
+    assert done.stderr.startswith("error: no .parquet, .jsonl, .json, .csv, .tsv, .xlsx, .arrow or .feather file at")
     assert len(done.stderr.splitlines()) == 1
 
 

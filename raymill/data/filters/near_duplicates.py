@@ -123,7 +123,9 @@ def _buckets(signed: np.ndarray, count: int, slots: int) -> Iterator[tuple[int, 
     """Yield the buckets of each row that shares one with another row, in the order of the rows."""
     rows, numbers, first = [], [], 0
     for band in range(count):
-        keys = np.ascontiguousarray(signed[:, band * slots : (band + 1) * slots]).view(f"V{4 * slots}").ravel()
+        keys = np.zeros(len(signed), np.uint64)
+        for slot in range(band * slots, (band + 1) * slots):
+            keys = word_runs.combined(keys, signed[:, slot].astype(np.uint64))
         _, bucket, sizes = np.unique(keys, return_inverse=True, return_counts=True)
         shared = np.flatnonzero(sizes[bucket] > 1)
         rows.append(shared)

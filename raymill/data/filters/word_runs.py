@@ -42,11 +42,17 @@ def runs(found: Runs, size: int) -> Runs:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     at = np.arange(starts[-1]) + np.repeat(found.starts[:-1] - starts[:-1], lengths)
     sizes = np.repeat(sizes, lengths)
-    hashes = sizes.astype(np.uint64)
+    hashes, shortest = sizes.astype(np.uint64), sizes.min(initial=size)
     for offset in range(size):
-        inside = slice(None) if sizes.min(initial=size) > offset else np.flatnonzero(sizes > offset)
-        hashes[inside] = _mixed((hashes[inside] ^ found.hashes[at[inside] + offset]) * MIX)
+        inside = slice(None) if offset < shortest else np.flatnonzero(sizes > offset)
+        hashes[inside] = combined(hashes[inside], found.hashes[at[inside] + offset])
     return Runs(hashes, starts)
+
+
+def combined(hashes: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Return uint64 hashes of pairs, which depend on the order within a pair."""
+    hashes = (hashes ^ more) * MIX
+    return hashes ^ (hashes >> np.uint64(29))
 
 
 def _words(texts: list[bytes]) -> Runs:
