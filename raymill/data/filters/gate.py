@@ -7,6 +7,7 @@ and its key, are those of the row as it was read.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -189,7 +190,7 @@ class Gate:
             if self.options.decontaminate_held_out and is_held_out(row, self.eval_share)
         ]
         add = self.comparer.add  # type: ignore[union-attr]
-        ray.get(add.remote(source, content_hashes(read), signed, held_out))
+        _wait_for(add.remote(source, content_hashes(read), signed, held_out))
 
     # ------------------------------------------------------------ before rows are packed
 
@@ -203,7 +204,7 @@ class Gate:
         problems, sources = rows["problem"].to_pylist(), rows["source"].to_numpy()
         changed, as_read = rows["row"].to_pylist(), rows["as_read"].to_pylist()
         read = [old or new for old, new in zip(as_read, changed, strict=True)]
-        known = ray.get(ray.get(self.comparer.decide.remote())) if self.comparer else None
+        known = _wait_for(_wait_for(self.comparer.decide.remote())) if self.comparer else None
         hashes = content_hashes(read)
         if known and self.options.near_duplicates:
             near = _find(known.duplicates.dropped, hashes)
@@ -262,9 +263,9 @@ class RowComparer:
         self._runs += sum(len(runs) for _, runs in held_out)
         near_duplicates.check_memory(sum(map(len, self._hashes)) + len(hashes), self._runs)
         if self._threshold:
-            self._hashes.append(hashes)
+            self._hashes.append(hashes.copy())
             self._sources.append(np.full(len(hashes), source, np.int16))
-            self._signed.append(signed)
+            self._signed.append(signed.copy())  # a large argument is a view into Ray's object store, which is small
         self._held_out |= {hashes[number].tobytes(): runs for number, runs in held_out}
 
     def decide(self) -> ObjectRef:
@@ -287,6 +288,16 @@ def content_hashes(read: Sequence[bytes]) -> np.ndarray:
     """Return a hash of each row as it was read, V16. It does not depend on the seed."""
     joined = b"".join(hashlib.blake2b(row, digest_size=HASH_BYTES).digest() for row in read)
     return np.frombuffer(joined, f"V{HASH_BYTES}")
+
+
+def _wait_for(reference: ObjectRef) -> Any:
+    """Return a result, and keep this task's CPU meanwhile.
+
+    If the main thread of a task waits, Ray gives its CPU to another task. Then all tasks would start, each in a process
+    that builds a tokenizer. Ray 2.60 does not do this if another thread waits.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ray.get, reference).result()
 
 
 def _find(ordered: np.ndarray, wanted: np.ndarray) -> np.ndarray:
