@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSystem
 
-from raymill.data import files, lance_rows, optional
+from raymill import optional
+from raymill.data import files, lance_rows
 from raymill.data.examples import decode
 from raymill.data.table_columns import TableColumns
 from raymill.errors import UserError
@@ -242,7 +243,9 @@ def _read_csv(delimiter: str) -> Callable[[pa.NativeFile, Piece, tuple[str, ...]
 
 def _read_xlsx(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[RawRow]:
     """Yield the rows of a workbook's only sheet with content. The first row names the columns. All numbers are text."""
-    openpyxl = optional.load("openpyxl", "openpyxl", "Excel files")
+    optional.check(("openpyxl",), "openpyxl", "Excel files need")
+    import openpyxl
+
     content = io.BytesIO(file.read())  # a sheet is compressed within the file
     try:
         values, formulas = (openpyxl.load_workbook(content, read_only=True, data_only=only) for only in (True, False))

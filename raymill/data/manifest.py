@@ -128,8 +128,9 @@ def print_summary(manifest: dict[str, Any], plan: ShardPlan) -> None:
     for name, reasons in manifest["dropped_by_reason"].items():
         listed = "; ".join(f"{reason}: {count:,}" for reason, count in reasons.items())
         print(f"  {name}: {sum(reasons.values()):,} rows were dropped ({listed}); see {plan.output}/dropped")
-    if manifest["rows_changed"]:
-        print(f"  {manifest['rows_changed']:,} rows were changed by filters")
+    if manifest["filters"]:
+        dropped, changed = manifest["rows_dropped"], manifest["rows_changed"]
+        print(f"Filters dropped {dropped:,} rows and changed {changed:,}.")
     print(f"{manifest['rows_rejected']:,} of {manifest['rows_read']:,} rows were bad{duplicates}.")
     print(f"Written to {plan.output}.")
 

@@ -1,7 +1,7 @@
 """Find the current rows of a table of a data lake: the live files of a Delta or Iceberg table, or a Lance dataset.
 
-Only the driver reads a table's log. Which rows of a file are deleted, what its columns are called, and which columns
-its folder stands for travel with each file, so that workers need no library but pyarrow.
+Only the driver reads a table's log. Each file carries which of its rows are deleted, what its columns are called, and
+the values of its partition, so workers need only pyarrow, and lancedb for Lance.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem
 
-from raymill.data import file_formats, files, hub, lance_rows, optional
+from raymill import optional
+from raymill.data import file_formats, files, hub, lance_rows
 from raymill.data.files import InputFile, InputFiles
 from raymill.data.table_columns import Column
 from raymill.errors import UserError
@@ -87,7 +88,7 @@ def find(name: str, section: str) -> InputFiles | None:
     filesystem, root, kind = _look(location, section)
     if kind not in KINDS:
         if version is not None:
-            raise UserError(f"{table} is no table, so it has no version; correct input in [{section}].")
+            raise UserError(f"{table} is not a table, so it has no version; pass --input {table}.")
         return None
     current = KINDS[kind](location, filesystem, root, version)
     if not current.files:
@@ -121,7 +122,7 @@ def _live(
     """
     if unmatched := deleted.keys() - set(paths):
         raise UserError(
-            f"{table} has deleted rows for {min(unmatched)}, which is none of its files; write the table's current "
+            f"{table} has deleted rows for {min(unmatched)}, which does not belong to it; write the table's current "
             "rows to parquet files, and pass those as --input."
         )
     found = filesystem.get_file_info(paths)
@@ -152,7 +153,9 @@ def _path(uri: str) -> str:
 
 def _delta(name: str, filesystem: FileSystem, root: str, version: int | None) -> TableVersion:
     """Read a Delta table's log: which files are live, what is deleted in them, and the values of partitions."""
-    deltalake = optional.load("deltalake", "deltalake", "Delta tables")
+    optional.check(("deltalake",), "deltalake", "Delta tables need")
+    import deltalake
+
     try:
         table = deltalake.DeltaTable(
             name if "://" in name else root, version=version, storage_options=files.object_store_options()
@@ -221,7 +224,7 @@ def catalog_location(name: str) -> str:
     Raises:
         UserError: pyiceberg is not installed, or the catalog or the table cannot be read.
     """
-    optional.load("pyiceberg", PYICEBERG, "Iceberg tables")
+    optional.check(("pyiceberg",), PYICEBERG, "Iceberg tables need")
     from pyiceberg.catalog import load_catalog
 
     catalog, _, table = name.removeprefix(CATALOG).partition("/")
@@ -236,14 +239,15 @@ def catalog_location(name: str) -> str:
 
 def _iceberg(name: str, filesystem: FileSystem, root: str, version: int | None) -> TableVersion:
     """Read an Iceberg table's metadata: which files are live, what is deleted in them, and the numbers of columns."""
-    optional.load("pyiceberg", PYICEBERG, "Iceberg tables")
+    optional.check(("pyiceberg",), PYICEBERG, "Iceberg tables need")
     from pyiceberg.table import StaticTable
 
+    location = files.uri(name, _current_metadata(name, filesystem, root))
     try:
-        location = files.uri(name, _current_metadata(name, filesystem, root))
         table = StaticTable.from_metadata(location, _iceberg_storage())
         scan = table.scan(snapshot_id=version)
         snapshot, tasks, schema = scan.snapshot(), list(scan.plan_files()), scan.projection()
+        deleted = _iceberg_deletes(tasks, table.io, name)
     except UserError:
         raise
     except Exception as error:  # a damaged file raises errors of many kinds
@@ -260,7 +264,7 @@ def _iceberg(name: str, filesystem: FileSystem, root: str, version: int | None) 
         filesystem,
         paths,
         [_identities(task.file.partition, specs[task.file.spec_id], schema) for task in tasks],
-        _iceberg_deletes(tasks, table.io, name),
+        deleted,
         name,
     )
     return TableVersion(

@@ -9,7 +9,7 @@ import os
 import ray
 from ray.util.accelerators import accelerators
 
-from raymill import settings
+from raymill import optional
 from raymill.errors import UserError
 from raymill.model_config import context_length, other_parts
 from raymill.ray_support import capacity, hub_access, job_secrets
@@ -76,13 +76,8 @@ def check_model(options: ServeOptions) -> None:
 
 
 def _check_loader(load_format: str) -> None:
-    if not load_format.startswith("runai_streamer") or all(map(importlib.util.find_spec, STREAMER)):
-        return
-    pins = f"requirements/{settings.active_profile()}"
-    raise UserError(
-        f"load_format = {load_format} needs the package runai-model-streamer, which is not installed. Add "
-        f"runai-model-streamer[s3] to {pins}.in, run the command at the top of {pins}.txt, and then: {inv('up')}"
-    )
+    if load_format.startswith("runai_streamer"):
+        optional.check(STREAMER, "runai-model-streamer[s3]", f"load_format = {load_format} needs")
 
 
 def check_cpus(options: ServeOptions) -> None:

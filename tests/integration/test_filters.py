@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preprocess_job
 import pyarrow.parquet as pq
 import pytest
 import ray.cloudpickle
+from preprocess_job import manifest, write_rows
 from ray.data import DataContext, ExecutionResources
 
 from jobs import preprocess
@@ -44,29 +46,12 @@ def row(question: str, answer: str, **columns: Any) -> dict[str, Any]:
 
 
 def options(assets: Path, folder: Path, source: Path | str, **changes: Any) -> PreprocessOptions:
-    given = {"input": str(source), "output": str(folder / "packed"), "model": str(assets / "model"), "eval_share": 0.2}
-    defaults = settings.load(PreprocessOptions, "preprocess", profile="local")
-    return PreprocessOptions.model_validate(defaults.model_dump() | given | changes)
-
-
-def write_rows(file: Path, found: list[dict[str, Any]]) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(one) + "\n" for one in found), encoding="utf-8")
-    return file
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "packed" / "manifest.json").read_text(encoding="utf-8"))
+    return preprocess_job.options(assets, folder, input=str(source), **{"eval_share": 0.2} | changes)
 
 
 def dropped(folder: Path) -> list[dict[str, Any]]:
     files = sorted((folder / "packed" / "dropped").glob("*.parquet"))
     return [one for file in files for one in pq.read_table(file).to_pylist()]
-
-
-def written(folder: Path) -> bytes:
-    files = sorted((folder / "packed").rglob("*"))
-    return b"".join(file.read_bytes() for file in files if file.is_file())
 
 
 # ---------------------------------------------------------------- words
@@ -249,10 +234,10 @@ def test_planted_rows_are_dropped_with_their_reasons(filtered: Path, planted: tu
     listed = dropped(filtered)
     assert Counter(one["reason"] for one in listed) == counts
     assert made["rows_dropped"] == len(listed) == sum(counts.values())
-    kept_rows = {content_hashes([json.dumps(one).encode()])[0].tobytes().hex() for one in found["unique"]}
     assert all((one["kept"] is not None) == (one["reason"] == NEAR_DUPLICATE) for one in listed)
     assert all(one["source"] == str(file) for one in listed)
-    assert kept_rows  # rows are listed under the hash of what was read
+    keys = {one["key"] for one in listed}
+    assert all(len(one["kept"]) == 32 and one["kept"] not in keys for one in listed if one["kept"])
     documents = made["train"]["documents"] + made["eval"]["documents"]
     assert documents == sum(map(len, found.values())) - len(listed)
 
@@ -422,6 +407,13 @@ def test_an_evaluation_set_that_says_nothing_is_refused(content: str, message: s
         Gate.of(FilterOptions(decontaminate=(str(file),)), (), 0)
 
 
+def test_an_evaluation_set_of_one_phrase_is_refused(tmp_path: Path) -> None:
+    text = "Which of these answers is right in your opinion, and why do you think so?"
+    file = write_rows(tmp_path / "questions.jsonl", [{"question": text, "number": n} for n in range(11)])
+    with pytest.raises(UserError, match=r"in more than 10 of their rows.*; correct decontaminate"):
+        Gate.of(FilterOptions(decontaminate=(str(file),)), (), 0)
+
+
 def test_an_evaluation_set_in_another_encoding_is_read(tmp_path: Path) -> None:
     text = "Wo liegt das Caf\u00e9 in der kleinen Stadt am See?"
     (tmp_path / "questions.csv").write_bytes(f"question\n{text}\n".encode("latin-1"))
@@ -558,7 +550,9 @@ def test_bad_rows_are_saved_without_personal_data() -> None:
         {"row": b'{"a": "a\\u0040b.org"}', "problem": "no known columns"},
         {"row": b'{"a": "a@b.org', "problem": "not valid JSON"},
     ]
-    found = [one["row"] for one in gate.filter_rows(raw, 0)]
+    raw.append({"row": b'{"a@b.org": 1}', "problem": "no known columns"})
+    *found, key = [one["row"] for one in gate.filter_rows(raw, 0)]
+    assert key == b'{"<EMAIL>": 1}'
     assert found == [b'{"a": "Call me\\n<PHONE>\\nor\\n<IP>"}', b'{"a": "<EMAIL>"}', b""]
 
 

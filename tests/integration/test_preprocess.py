@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import deltalake
 import lancedb
@@ -19,13 +18,13 @@ import pyarrow.compute as pc
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
+from preprocess_job import manifest, options, write_rows
 from ray.data import DataContext, ExecutionResources
 from ray.exceptions import RayTaskError
 
 from jobs import preprocess
 from raymill import settings
 from raymill.data import preprocessing, row_sources, rows, shards
-from raymill.data.options import PreprocessOptions
 from raymill.data.packed_folder import PackedFolder
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.data.tokenizer import load_tokenizer
@@ -38,23 +37,6 @@ from raymill.training.history import History
 
 GOOD = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]}
 SILENT = {"messages": [{"role": "user", "content": "Say hello."}]}
-
-
-def options(assets: Path, folder: Path, **changes: Any) -> PreprocessOptions:
-    """Return the local profile's options, with the demo's data as input and `folder`/packed as output."""
-    given = {"input": str(assets / "data"), "output": str(folder / "packed"), "model": str(assets / "model")}
-    defaults = settings.load(PreprocessOptions, "preprocess", profile="local")
-    return PreprocessOptions.model_validate(defaults.model_dump() | given | changes)
-
-
-def write_rows(file: Path, found: list[dict[str, Any]]) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-    return file
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "packed" / "manifest.json").read_text(encoding="utf-8"))
 
 
 def documents(folder: Path, part: str, assets: Path) -> list[str]:

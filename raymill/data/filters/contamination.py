@@ -22,18 +22,27 @@ def read_questions(names: Iterable[str], size: int) -> np.ndarray:
     Raises:
         UserError: a set cannot be read, or contains no text.
     """
-    found = []
+    found, least = [], min(size, MIN_WORDS)
     for name in map(settings.resolve, names):
         of_set = [of_parts(list(_texts(row)), size) for row in _rows(name)]
         if not any(map(len, of_set)):
             raise UserError(
-                f"{name} has no row with a text of {min(size, MIN_WORDS)} words or more, so no training row can be "
+                f"{name} has no row with a text of {least} words or more, so no training row can be "
                 "compared with it; correct decontaminate in [preprocess.filters]."
             )
         if short := sum(not len(runs) for runs in of_set):
-            print(f"note: {name}: {short:,} of {len(of_set):,} rows have no text of {MIN_WORDS} words", flush=True)
+            print(
+                f"note: {name}: {short:,} of {len(of_set):,} rows have fewer than {least} words: not compared",
+                flush=True,
+            )
         found += of_set
-    return rare(found)
+    runs = rare(found)
+    if found and not len(runs):
+        raise UserError(
+            f"all words of the evaluation sets are in more than {MAX_ROWS} of their rows, so no training row can be "
+            "compared with them; correct decontaminate in [preprocess.filters]."
+        )
+    return runs
 
 
 def of_parts(parts: list[str], size: int) -> np.ndarray:

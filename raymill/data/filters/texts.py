@@ -43,11 +43,11 @@ def _spoken(message: dict[str, Any]) -> str:
 
 
 def replace_all(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value with all its texts changed."""
+    """Return a value with all its texts changed, also the keys of objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: replace_all(item, change) for key, item in value.items()}
+        return {change(key): replace_all(item, change) for key, item in value.items()}
     return [replace_all(item, change) for item in value] if isinstance(value, list) else value
 
 
