@@ -87,14 +87,19 @@ def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...]) -> Iter
         UserError: the file is broken.
     """
     file_format, values = format_of(piece.path), json.loads(piece.values)
-    with filesystem.open_input_file(piece.path) if file_format.is_file else contextlib.nullcontext() as file:
-        try:
-            for row in file_format.read(file, piece, columns):
-                yield _with_values(row, values) if values else row
-        except (pa.ArrowInvalid, _BrokenFile) as error:
-            raise UserError(
-                f"{piece.path} is not a valid {file_format.name} file ({error}). Replace or remove it."
-            ) from None
+    opened = filesystem.open_input_file(piece.path) if file_format.is_file else contextlib.nullcontext()
+    with opened as file, _readable_errors(piece.path):
+        for row in file_format.read(file, piece, columns):
+            yield _with_values(row, values) if values else row
+
+
+@contextlib.contextmanager
+def _readable_errors(path: str) -> Iterator[None]:
+    """Raise a UserError if the file is broken."""
+    try:
+        yield
+    except (pa.ArrowInvalid, _BrokenFile) as error:
+        raise UserError(f"{path} is not a valid {format_of(path).name} file ({error}). Replace or remove it.") from None
 
 
 def _with_values(row: RawRow, values: dict[str, str]) -> RawRow:
@@ -293,7 +298,7 @@ def _read_row_groups(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]
     groups = [group for group, found in enumerate(described) if piece.start <= _first_byte(found) < piece.stop]
     table = _table_columns(piece, parquet.schema_arrow)
     present = table.present(columns) if table else _present(parquet.schema_arrow, columns)
-    deleted = _deleted(piece, sum(found.num_rows for found in described))
+    deleted = _deleted_of(piece, sum(found.num_rows for found in described))
     row = sum(found.num_rows for found in described[: groups[0]]) if groups else 0
     for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=present):
         if deleted is not None:
@@ -316,15 +321,22 @@ def _table_columns(piece: Piece, schema: pa.Schema) -> TableColumns | None:
     return None
 
 
-def _deleted(piece: Piece, rows: int) -> np.ndarray | None:
-    """Return whether each row of a table's file is deleted, or None if no row is.
+def _deleted(piece: Piece) -> np.ndarray | None:
+    """Return whether each row of the file is deleted, or None if no row is. Up to seven values may follow."""
+    if not piece.deleted:
+        return None
+    return np.unpackbits(np.frombuffer(zlib.decompress(piece.deleted), np.uint8)).astype(bool)
+
+
+def _deleted_of(piece: Piece, rows: int) -> np.ndarray | None:
+    """Return whether each of so many rows of a table's file is deleted, or None if no row is.
 
     Raises:
         _BrokenFile: the file has fewer rows than are deleted.
     """
-    if not piece.deleted:
+    bits = _deleted(piece)
+    if bits is None:
         return None
-    bits = np.unpackbits(np.frombuffer(zlib.decompress(piece.deleted), np.uint8)).astype(bool)
     if bits[rows:].any():
         raise _BrokenFile(f"the table has deleted rows after the file's last row, {rows:,}")
     return np.pad(bits[:rows], (0, max(0, rows - len(bits))))
@@ -348,19 +360,36 @@ def _read_lance(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> 
 
 
 def _read_arrow(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Read Arrow's file format, which is also Feather's, or its stream format, which `datasets` writes."""
+    row, deleted = 0, _deleted(piece)
+    for batch in _arrow_batches(file):
+        present = _present(batch.schema, columns) or batch.schema.names
+        if deleted is not None:
+            row, kept = row + len(batch), ~deleted[row : row + len(batch)]
+            batch = batch.filter(pa.array(kept))
+        for first in range(0, batch.num_rows, BATCH_ROWS):
+            yield from to_rows(batch.slice(first, BATCH_ROWS).select(present))
+
+
+def read_arrow(filesystem: FileSystem, path: str) -> Iterator[pa.RecordBatch]:
+    """Yield the content of an Arrow file.
+
+    Raises:
+        UserError: the file is broken.
+    """
+    with filesystem.open_input_file(path) as file, _readable_errors(path):
+        yield from _arrow_batches(file)
+
+
+def _arrow_batches(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """Yield the content of Arrow's file format, which is also Feather's, or its stream format, as `datasets` writes."""
     try:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         if is_file:
             reader = pa.ipc.open_file(file)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
+            yield from map(reader.get_batch, range(reader.num_record_batches))
         else:
-            batches = reader = pa.ipc.open_stream(file)
-        present = _present(reader.schema, columns) or reader.schema.names
-        for batch in batches:
-            for first in range(0, batch.num_rows, BATCH_ROWS):
-                yield from to_rows(batch.slice(first, BATCH_ROWS).select(present))
+            yield from pa.ipc.open_stream(file)
     except OSError as error:  # a file that ends too early
         raise _BrokenFile(str(error)) from None
 

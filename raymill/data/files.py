@@ -4,11 +4,13 @@ import contextlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.fs
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
@@ -63,6 +65,11 @@ class InputFiles(NamedTuple):
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
+
+
+def deleted_rows(mask: np.ndarray) -> bytes:
+    """Return a mask of rows in the form of `InputFile.deleted`."""
+    return zlib.compress(np.packbits(mask).tobytes())
 
 
 def suffix(path: str) -> str:

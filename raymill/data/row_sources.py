@@ -7,17 +7,21 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+import numpy as np
+from pyarrow.fs import FileSystem
+
 from raymill import settings
 from raymill.data import file_formats, files, rows, tables
 from raymill.data.examples import BadRow
-from raymill.data.file_formats import Piece
-from raymill.data.files import InputFiles
+from raymill.data.file_formats import Piece, read_arrow
+from raymill.data.files import InputFile, InputFiles
 from raymill.data.row_formats import EXPECTED_COLUMNS, FORMATS, UNKNOWN_COLUMNS, Format, format_of
 from raymill.errors import UserError
 
 PIECE_BYTES = 32 * 2**20  # one task reads this much of a file
 MAX_WEIGHT = 1000
 SAVED_STATE, CACHE = "state.json", "/cache-"
+SAVED_FILES = ("_data_files", "_indices_data_files")
 SUFFIXES = tuple(suffix for suffix in file_formats.FORMATS if suffix != file_formats.LANCE)  # of files with rows
 
 
@@ -120,30 +124,57 @@ def _refuse_several_formats(found: InputFiles) -> None:
 def _saved(source: RowSource) -> RowSource:
     """Return the source with only the files of data, if `save_to_disk` of the library `datasets` wrote the folder.
 
+    Old versions of the library also wrote which rows of these files belong to the data set.
+
     Raises:
-        UserError: a file is missing, or a file that is not data chooses among the rows.
+        UserError: a file is missing, or a row is chosen twice.
     """
     found = source.files
     state = f"{found.root}/{SAVED_STATE}"
     if found.files[0].suffix != ".arrow" or not found.filesystem.get_file_info(state).is_file:
         return source
     with found.filesystem.open_input_file(state) as file:
-        listed = {one["filename"] for one in json.load(file).get("_data_files", [])}
+        content = json.load(file)
+    listed, chosen = ([one["filename"] for one in content.get(key) or ()] for key in SAVED_FILES)
     if not listed:  # the state of another program
         return source
     # the library's `map` and `filter` store their results beside the data
     names = {PurePosixPath(file.path).name: file for file in found.files if CACHE not in file.path}
-    if others := sorted(names.keys() - listed):
+    if others := sorted(names.keys() - {*listed, *chosen}):
         raise UserError(
             f"{found.root}/{others[0]} is not data of {found.root}, and may choose among its rows; load the folder "
             "with datasets.load_from_disk, save the result of its flatten_indices(), and pass that --input."
         )
-    if found.name.rstrip("/").endswith(found.root) and (missing := sorted(listed - names.keys())):
+    if found.name.rstrip("/").endswith(found.root) and (missing := sorted({*listed, *chosen} - names.keys())):
         raise UserError(
             f"{found.name} is incomplete: {missing[0]} is missing; copy it again, or pass the other files as a glob "
             "with --input."
         )
-    return source._replace(files=found._replace(files=list(names.values())))
+    data = [names[name] for name in listed if name in names]
+    if chosen:
+        data = _only_chosen(data, [names[name] for name in chosen], found.filesystem)
+    return source._replace(files=found._replace(files=data))
+
+
+def _only_chosen(data: list[InputFile], indices: list[InputFile], filesystem: FileSystem) -> list[InputFile]:
+    """Return Arrow files without the rows whose numbers, counted over all files, the files of indices do not have.
+
+    Raises:
+        UserError: a number occurs twice, or is too large.
+    """
+    numbers = [batch["indices"].to_numpy() for file in indices for batch in read_arrow(filesystem, file.path)]
+    rows = [sum(map(len, read_arrow(filesystem, file.path))) for file in data]
+    counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *numbers]).astype(np.int64), minlength=sum(rows))
+    if counts.max(initial=0) > 1 or len(counts) > sum(rows):
+        raise UserError(
+            f"{indices[0].path} has rows that occur twice, or do not exist in {data[0].path}; load the folder with "
+            "datasets.load_from_disk, save the result of its flatten_indices(), and pass that --input."
+        )
+    bounds = np.cumsum([0, *rows])
+    return [
+        file._replace(deleted=files.deleted_rows(counts[start:stop] == 0))
+        for file, start, stop in zip(data, bounds[:-1], bounds[1:], strict=True)
+    ]
 
 
 def names_by_setting(sources: list[RowSource]) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ ROWS = pa.schema(
         ("problem", pa.string()),
         ("as_read", pa.large_binary()),  # the example before filters changed it, or null if they did not
         ("dropped", pa.string()),  # why filters drop the row, or null
+        ("contaminated", pa.bool_()),  # whether the row shares words with an evaluation set; null without filters
         ("source", pa.int16()),  # number of the input
         ("copy", pa.int16()),  # number of the copy, for inputs with a weight
     ]

@@ -103,11 +103,13 @@ def write(
     rows = rows.sort_by("key")
     dropped: dict[int, dict[str, int]] = {}
     if gate:
+        gate.start_deciding()
+    tokenizer = fetch(tokenizer_ref, use_fastokens)
+    if gate:
         rows, dropped = _save_dropped(gate.decide(rows), plan, number)
     kept = len(rows)
     if plan.deduplicate:
         rows = _without_duplicates(rows)
-    tokenizer = fetch(tokenizer_ref, use_fastokens)
     documents = _tokenize(rows, tokenizer, report)
     pad_id = padding_id(tokenizer.tokenizer)
     good = pc.is_null(documents["problem"])
@@ -210,9 +212,9 @@ def _save_dropped(rows: pa.Table, plan: ShardPlan, number: int) -> tuple[pa.Tabl
         saved = pa.table(
             {
                 "reason": gone["dropped"],
-                "key": gone["content"],
+                "key": [content.hex() for content in gone["content"].to_pylist()],
                 "source": [plan.sources[one] for one in gone["source"].to_pylist()],
-                "kept": gone["kept"],
+                "kept": pa.array([kept and kept.hex() for kept in gone["kept"].to_pylist()], pa.string()),
                 "row": gone["row"].cast(pa.large_string()),
             }
         )

@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypedDict
@@ -137,7 +136,7 @@ def _live(
             info.size,
             info.mtime_ns or 0,
             json.dumps(of_file, default=str),
-            zlib.compress(np.packbits(deleted[path]).tobytes()) if path in deleted else b"",
+            files.deleted_rows(deleted[path]) if path in deleted else b"",
         )
         for info, path, of_file in zip(found, paths, values, strict=True)
     )

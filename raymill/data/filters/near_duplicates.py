@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raymill.data.filters import word_runs
+from raymill.data.filters.word_runs import Runs
 from raymill.errors import UserError
 
 SLOTS = 128
@@ -23,6 +24,7 @@ RUN_BYTES = 3 * 8
 """Bytes for each run of words of a held-out row, also while they are sorted."""
 MAX_BYTES = 16 * 2**30
 MAX_CANDIDATES = 256  # per band; with more, rows of one form whose similarity is just below the threshold take hours
+KEY_ROWS = 2**13  # hashed at once; few, so that their slots stay in the processor's cache
 SURE = 0.995  # probability that the bands propose a pair whose similarity is the threshold
 
 
@@ -41,15 +43,15 @@ class Decisions(NamedTuple):
     """Rows that were not compared with all that the bands propose, because too many rows resemble each other."""
 
 
-def signatures(texts: list[str], size: int) -> np.ndarray:
+def signatures(words: Runs, size: int) -> np.ndarray:
     """Return uint32 (texts, SLOTS): the MinHash of each text's runs of `size` words."""
     import rensa  # only needed where near-duplicates are looked for
 
-    found = word_runs.runs(word_runs.words(texts), size)
+    found = word_runs.runs(words, size)
     starts = found.starts.astype(np.uint64)
     make = rensa.RMinHash.digest_matrix_from_flat_token_hashes  # type: ignore[missing-attribute]
     matrix = make(found.hashes, starts, SLOTS, SEED)
-    return np.array(matrix.to_rows(), np.uint32).reshape(len(texts), SLOTS)
+    return np.array(matrix.to_rows(), np.uint32).reshape(len(starts) - 1, SLOTS)
 
 
 def bands(threshold: float) -> tuple[int, int]:
@@ -73,15 +75,18 @@ def decide(hashes: np.ndarray, sources: np.ndarray, signed: np.ndarray, threshol
         signed: uint32 (rows, SLOTS), as from `signatures`.
         threshold: From 0 to 1.
     """
-    order = np.lexsort((sources, hashes))
+    halves = hashes.view(">u8").reshape(-1, 2)
+    order = np.lexsort((sources, halves[:, 1], halves[:, 0]))
     hashes, sources = hashes[order], sources[order]
     is_first = np.ones(len(hashes), bool)
-    is_first[1:] = hashes[1:] != hashes[:-1]
+    is_first[1:] = (halves[order[1:]] != halves[order[:-1]]).any(1)
     owners = sources[is_first]
     most = np.maximum.reduceat(sources, np.flatnonzero(is_first)) if len(sources) else sources
-    unique, signed = hashes[is_first], signed[order[is_first]]
-    with_words = np.flatnonzero((signed != NO_WORDS).any(1))
-    dropped, kept, crowded = _similar(signed[with_words], threshold)
+    unique, order = hashes[is_first], order[is_first]
+    empty = np.flatnonzero(signed[order, 0] == NO_WORDS)
+    empty = empty[(signed[order[empty]] == NO_WORDS).all(1)]
+    with_words = np.delete(np.arange(len(order)), empty)
+    dropped, kept, crowded = _similar(signed[order[with_words]], threshold)
     unique, all_unique = unique[with_words], unique
     is_shared = owners != most
     return Decisions(unique[dropped], unique[kept], all_unique[is_shared], owners[is_shared], crowded)
@@ -122,15 +127,15 @@ def _similar(signed: np.ndarray, threshold: float) -> tuple[list[int], list[int]
 def _buckets(signed: np.ndarray, count: int, slots: int) -> Iterator[tuple[int, list[int]]]:
     """Yield the buckets of each row that shares one with another row, in the order of the rows."""
     rows, numbers, first = [], [], 0
+    low = np.uint64((1 << len(signed).bit_length()) - 1)  # these bits hold a row's number, and the others its bucket
+    own = np.arange(len(signed), dtype=np.uint64)
     for band in range(count):
-        keys = np.zeros(len(signed), np.uint64)
-        for slot in range(band * slots, (band + 1) * slots):
-            keys = word_runs.combined(keys, signed[:, slot].astype(np.uint64))
-        _, bucket, sizes = np.unique(keys, return_inverse=True, return_counts=True)
-        shared = np.flatnonzero(sizes[bucket] > 1)
-        rows.append(shared)
-        numbers.append(bucket[shared] + first)
-        first += len(sizes)
+        ordered = np.sort(_keys(signed[:, band * slots : (band + 1) * slots]) & ~low | own)
+        is_same = (ordered[1:] ^ ordered[:-1]) <= low
+        shared = np.flatnonzero(np.append(is_same, False) | np.append(False, is_same))
+        rows.append((ordered[shared] & low).astype(np.int64))
+        numbers.append(np.cumsum(~np.append(False, is_same)[shared]) + first)
+        first += len(shared)
     row, number = np.concatenate(rows), np.concatenate(numbers)
     if not len(row):
         return
@@ -139,3 +144,13 @@ def _buckets(signed: np.ndarray, count: int, slots: int) -> Iterator[tuple[int, 
     starts = np.flatnonzero(np.diff(row, prepend=-1))
     for start, stop in zip(starts, np.append(starts[1:], len(row)), strict=True):
         yield int(row[start]), number[start:stop].tolist()
+
+
+def _keys(band: np.ndarray) -> np.ndarray:
+    """Return a uint64 hash of each row of uint32."""
+    keys = np.zeros(len(band), np.uint64)
+    for first in range(0, len(band), KEY_ROWS):
+        part = slice(first, first + KEY_ROWS)
+        for slot in range(band.shape[1]):
+            keys[part] = word_runs.combined(keys[part], band[part, slot].astype(np.uint64))
+    return keys

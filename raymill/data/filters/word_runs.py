@@ -1,12 +1,16 @@
-"""Hashes of the words of many texts, and of their runs of words, without a Python object for each word."""
+"""Hashes of the words of many texts, and of their runs of words, without a Python object for each word.
 
+The hash of a run a[i], …, a[j - 1] is a polynomial in BASE modulo 2**64, taken from sums over a beginning of the array:
+(S[j] - S[i]) * BASE**-i with S[i] = sum of a[k] * BASE**k for k < i. So a run of any length takes the same time.
+"""
+
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 SEPARATOR, LETTER, CHARACTER, CONTINUATION = range(4)
-MIX = np.uint64(0x9E3779B97F4A7C15)
-LONG_WORD = 256  # bytes; the order of the bytes behind it does not count
+BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse
 TEXT_BYTES = 2**16  # texts hashed at once; few, so that the arrays stay in the processor's cache
 
 
@@ -17,6 +21,10 @@ class Runs(NamedTuple):
     """uint64."""
     starts: np.ndarray
     """int64, one more than texts: the hashes of text i are hashes[starts[i] : starts[i + 1]]."""
+
+    def joined(self, bounds: np.ndarray) -> "Runs":
+        """Return the hashes of groups of texts: group i has the texts from bounds[i] to bounds[i + 1] - 1."""
+        return Runs(self.hashes, self.starts[bounds])
 
 
 def words(texts: list[str]) -> Runs:
@@ -34,43 +42,63 @@ def words(texts: list[str]) -> Runs:
     return _concatenate(parts)
 
 
+def words_of(examples: list[list[str]]) -> tuple[Runs, np.ndarray]:
+    """Return the words of all texts of examples, and the bounds of each example's texts for `Runs.joined`."""
+    return words([text for one in examples for text in one]), np.cumsum([0, *map(len, examples)])
+
+
 def runs(found: Runs, size: int) -> Runs:
     """Return a hash of each run of `size` words in each text. A text with fewer words is one run, if it has any."""
     counts = np.diff(found.starts)
     sizes = np.minimum(counts, size)
     lengths = np.where(counts > 0, counts - sizes + 1, 0)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    at = np.arange(starts[-1]) + np.repeat(found.starts[:-1] - starts[:-1], lengths)
-    sizes = np.repeat(sizes, lengths)
-    hashes, shortest = sizes.astype(np.uint64), sizes.min(initial=size)
-    for offset in range(size):
-        inside = slice(None) if offset < shortest else np.flatnonzero(sizes > offset)
-        hashes[inside] = combined(hashes[inside], found.hashes[at[inside] + offset])
-    return Runs(hashes, starts)
+    first = np.arange(starts[-1]) + np.repeat(found.starts[:-1] - starts[:-1], lengths)
+    return Runs(_hashes(found.hashes, first, first + np.repeat(sizes, lengths)), starts)
 
 
 def combined(hashes: np.ndarray, more: np.ndarray) -> np.ndarray:
     """Return uint64 hashes of pairs, which depend on the order within a pair."""
-    hashes = (hashes ^ more) * MIX
+    hashes = (hashes ^ more) * np.uint64(BASE)
     return hashes ^ (hashes >> np.uint64(29))
 
 
 def _words(texts: list[bytes]) -> Runs:
-    data = np.frombuffer(b"\0".join([*texts, b""]), np.uint8)
-    if not len(data):
+    text = b"\0".join([*texts, b""])
+    if not text:
         return Runs(np.zeros(0, np.uint64), np.zeros(len(texts) + 1, np.int64))
-    own = KINDS[data]
-    leads = np.flatnonzero(own != CONTINUATION)
-    kinds = np.repeat(own[leads], np.diff(leads, append=len(data)))
-    ends_another = np.ones(len(data), bool)
-    ends_another[1:] = (kinds[1:] != kinds[:-1]) | (own[1:] == CHARACTER)
-    starts = np.flatnonzero(ends_another)
-    stops = np.append(starts[1:], len(data))
+    kinds = own = np.frombuffer(text.translate(KINDS), np.uint8)
+    if not text.isascii():
+        leads = np.flatnonzero(own != CONTINUATION)
+        kinds = np.repeat(own[leads], np.diff(leads, append=len(own)))
+    begins = (kinds[1:] != kinds[:-1]) | (own[1:] == CHARACTER)
+    starts = np.concatenate([[0], np.flatnonzero(begins) + 1])
     is_word = kinds[starts] != SEPARATOR
-    offsets = np.arange(len(data)) - np.repeat(starts, stops - starts)
-    hashes = np.add.reduceat((data + np.uint64(1)) * WEIGHTS[np.minimum(offsets, LONG_WORD - 1)], starts)[is_word]
-    text_stops = np.cumsum([len(text) + 1 for text in texts])
-    return Runs(_mixed(hashes), np.concatenate([[0], np.searchsorted(starts[is_word], text_stops)]))
+    stops = np.append(starts[1:], len(text))[is_word]
+    hashes = _hashes(np.frombuffer(text, np.uint8) + np.uint64(1), starts[is_word], stops)
+    text_stops = np.cumsum([len(one) + 1 for one in texts])
+    return Runs(hashes, np.concatenate([[0], np.searchsorted(starts[is_word], text_stops)]))
+
+
+def _hashes(values: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Return a hash of each run values[first[i] : stop[i]] of uint64 values."""
+    sums = np.zeros(len(values) + 1, np.uint64)
+    np.cumsum(values * _powers(BASE, len(values)), out=sums[1:])
+    return _mixed((sums[stop] - sums[first]) * _powers(pow(BASE, -1, 2**64), len(values))[first])
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    """Return the first powers of a number modulo 2**64. Only those for usual texts stay in memory."""
+    return _usual_powers(base)[:count] if count <= 2 * TEXT_BYTES else _all_powers(base, count)
+
+
+@cache
+def _usual_powers(base: int) -> np.ndarray:
+    return _all_powers(base, 2 * TEXT_BYTES)
+
+
+def _all_powers(base: int, count: int) -> np.ndarray:
+    return np.cumprod(np.concatenate([np.ones(1, np.uint64), np.full(count - 1, base, np.uint64)]))
 
 
 def _concatenate(parts: list[Runs]) -> Runs:
@@ -87,7 +115,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def _kinds() -> np.ndarray:
+def _kinds() -> bytes:
     """Return what each byte of UTF-8 does."""
     kinds = np.full(256, LETTER, np.uint8)
     kinds[:128] = [LETTER if chr(byte).isalnum() else SEPARATOR for byte in range(128)]
@@ -95,8 +123,7 @@ def _kinds() -> np.ndarray:
     kinds[0xC2] = kinds[0xE2] = SEPARATOR  # U+0080 to U+00BF, and U+2000 to U+2FFF with the general punctuation
     kinds[0xE3:0xEA] = kinds[0xEF] = CHARACTER  # U+3000 to U+9FFF, and their wide forms
     kinds[0xF0:] = SEPARATOR  # emoji
-    return kinds
+    return kinds.tobytes()
 
 
 KINDS = _kinds()
-WEIGHTS = _mixed(np.arange(1, LONG_WORD + 1, dtype=np.uint64) * MIX)
