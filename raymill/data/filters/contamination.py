@@ -93,8 +93,12 @@ def contains(questions: Questions, words: Runs, bounds: np.ndarray, size: int) -
         bounds: int64, one more than examples: example i has the texts from bounds[i] to bounds[i + 1] - 1.
         size: Words in a run.
     """
-    found = word_runs.runs(words, size).joined(bounds)
-    hits = np.concatenate([[0], np.cumsum(questions.contain(found.hashes))])[found.starts]
+    of_texts = [np.zeros(0, bool)]
+    for part in words.slices():
+        found = word_runs.runs(part, size)
+        hits = np.concatenate([[0], np.cumsum(questions.contain(found.hashes))])[found.starts]
+        of_texts.append(hits[1:] > hits[:-1])
+    hits = np.concatenate([[0], np.cumsum(np.concatenate(of_texts))])[bounds]
     return hits[1:] > hits[:-1]
 
 

@@ -4,6 +4,7 @@ The hash of a run a[i], …, a[j - 1] is a polynomial in BASE modulo 2**64, take
 (S[j] - S[i]) * BASE**-i with S[i] = sum of a[k] * BASE**k for k < i. So a run of any length takes the same time.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 SEPARATOR, LETTER, CHARACTER, CONTINUATION = range(4)
 BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse
 TEXT_BYTES = 2**16  # texts hashed at once; few, so that the arrays stay in the processor's cache
+SLICE_TEXTS = 256
 
 
 class Runs(NamedTuple):
@@ -25,6 +27,12 @@ class Runs(NamedTuple):
     def joined(self, bounds: np.ndarray) -> "Runs":
         """Return the hashes of groups of texts: group i has the texts from bounds[i] to bounds[i + 1] - 1."""
         return Runs(self.hashes, self.starts[bounds])
+
+    def slices(self) -> Iterator["Runs"]:
+        """Yield few texts at a time, so that what is made of them stays in the processor's cache."""
+        for first in range(0, len(self.starts) - 1, SLICE_TEXTS):
+            starts = self.starts[first : first + SLICE_TEXTS + 1]
+            yield Runs(self.hashes[starts[0] : starts[-1]], starts - starts[0])
 
 
 def words(texts: list[str]) -> Runs:
