@@ -251,19 +251,30 @@ def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "
     tasks="comma-separated names of tasks, such as gsm8k,ifeval",
     model="name of a served model; default: the main model",
     completions="use /v1/completions without a chat template: for base models, and for tasks that compare answers",
+    write_questions="only write the questions to a file, to keep them out of the training data",
     **TARGET,
 )
-def lm_eval(context: Context, tasks: str, model: str = "", completions: bool = False, target: str = "local") -> None:
+def lm_eval(
+    context: Context,
+    tasks: str,
+    model: str = "",
+    completions: bool = False,
+    write_questions: bool = False,
+    target: str = "local",
+) -> None:
     """Run tasks of the lm-evaluation-harness against the served model. lm-eval's own options come after --."""
     from raymill import status as cluster_status
     from raymill import targets
     from raymill.clients import lm_eval as cluster_lm_eval
 
+    request = cluster_lm_eval.Request(tasks, model, completions, tuple(_job_options()))
+    if write_questions:
+        cluster_lm_eval.write_questions(request)
+        return
     chosen = targets.get(target)
     connection = chosen.connect()
     served = cluster_status.address(cluster_status.snapshot(connection), connection)
     os.environ |= chosen.storage_variables()
-    request = cluster_lm_eval.Request(tasks, model, completions, tuple(_job_options()))
     cluster_lm_eval.run(f"{served}/v1", connection.job_variables, request, CONSOLE)
 
 
@@ -413,6 +424,18 @@ def report(context: Context, runs: str = "", target: str = "local") -> None:
     os.environ |= chosen.storage_variables()
     price = functools.partial(prices.of_workers, chosen.dollars_per_instance_hour())
     training_report.draw([name.strip() for name in runs.split(",") if name.strip()], price, CONSOLE)
+
+
+@verb(folder="a folder that preprocess wrote; default: output in [preprocess]", **TARGET)
+def data(context: Context, folder: str = "", target: str = "local") -> None:
+    """Show what preprocess made in results/data.html: documents, lengths, languages, and the rows left out."""
+    from raymill import settings, targets
+    from raymill.data import report as data_report
+    from raymill.data.options import PreprocessOptions
+
+    os.environ |= targets.get(target).storage_variables()
+    output = folder or settings.load(PreprocessOptions, "preprocess").output
+    data_report.draw(settings.resolve(output), CONSOLE)
 
 
 @verb(

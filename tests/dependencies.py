@@ -14,7 +14,7 @@ OF_JOBS = tuple(
     f"raymill.{name}"
     for name in (
         *("data", "training", "tuning", "evaluation", "generation", "quantization", "serving", "rag", "ray_support"),
-        *("code_identity", "job", "model_config", "optional", "output_lease"),
+        *("code_identity", "job", "model_config", "optional", "output_lease", "plots"),
     )
 )
 """What jobs use of the library, and verbs too."""

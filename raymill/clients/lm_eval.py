@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +88,24 @@ def run(
     return found
 
 
+def write_questions(request: Request, results: Path = RESULTS) -> Path:
+    """Write the rows that the tasks ask about to a file in `results`, for [preprocess.filters]. Return its path.
+
+    Raises:
+        UserError: lm-eval does not know a task, or cannot load its data set.
+    """
+    file = results / "questions" / f"{request.tasks.replace('/', '_')}.jsonl"
+    script = Path(__file__).with_name("lm_eval_questions.py")
+    log = results / "questions" / "log.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # -P: otherwise this folder would come first on the path, and lm_eval.py would hide the package
+    command = ("python", "-P", str(script), request.tasks, str(file), *request.options)
+    _run_in_environment(command, {}, log, stdout=None)
+    print(f"To keep these questions out of the training data: decontaminate = [{json.dumps(str(file))}]")
+    print("in [preprocess.filters] of settings.toml")
+    return file
+
+
 def _tokenizer(model: str) -> str:
     """Return the location of the model's tokenizer: the folder of the run, or a hub id."""
     output = settings.resolve(settings.load(DDPOptions, "train").output)
@@ -104,25 +122,29 @@ def _tokenizer(model: str) -> str:
 
 def _run_lm_eval(request: Request, arguments: dict[str, Any], key: str, folder: Path) -> None:
     """Run lm-eval, show its progress, and keep its log in `folder`. Raises `UserError` if it fails."""
-    _, variables = environment.package_sources(environment.pip_settings())
-    # the tokenizer of the project's own transformers
-    transformers = f"transformers=={importlib.metadata.version('transformers')}"
-    tool = [environment.find_uv(), "tool", "run", "--quiet", "--python", sys.executable, "--from", LM_EVAL]
     command = [
-        *tool,
-        *("--with", transformers, "lm_eval", "run"),
+        *("lm_eval", "run"),
         *("--model", "local-completions" if request.completions else "local-chat-completions"),
         *("--model_args", *(f"{name}={value}" for name, value in arguments.items())),
         *([] if request.completions else ["--apply_chat_template"]),
         *("--tasks", request.tasks, "--output_path", str(folder)),
         *request.options,
     ]
-    secrets = {"OPENAI_API_KEY": key} | ({} if "HF_TOKEN" in os.environ else job_secrets.read(["HF_TOKEN"]))
+    _run_in_environment(command, {"OPENAI_API_KEY": key}, folder / "log.txt", stdout=subprocess.DEVNULL)  # its table
+
+
+def _run_in_environment(command: Sequence[str], variables: dict[str, str], log: Path, stdout: int | None) -> None:
+    """Run a command in lm-eval's environment, show its progress, and write its log. Raises `UserError` if it fails."""
+    _, sources = environment.package_sources(environment.pip_settings())
+    # the tokenizer of the project's own transformers
+    transformers = f"transformers=={importlib.metadata.version('transformers')}"
+    tool = [environment.find_uv(), "tool", "run", "--quiet", "--python", sys.executable, "--from", LM_EVAL]
+    token = {} if "HF_TOKEN" in os.environ else job_secrets.read(["HF_TOKEN"])
     process = subprocess.Popen(
-        command,
-        env=os.environ | variables | secrets,
+        [*tool, "--with", transformers, *command],
+        env=os.environ | sources | variables | token,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # its table
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -136,12 +158,12 @@ def _run_lm_eval(request: Request, arguments: dict[str, Any], key: str, folder: 
             else:
                 lines.append(line)
     print(file=sys.stderr)
-    (folder / "log.txt").write_text("".join(lines), encoding="utf-8")
+    written = "".join(lines)
+    log.write_text(written, encoding="utf-8")
     if process.returncode:
-        log = "".join(lines)
         last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
-        reason = next((meaning for text, meaning in REASONS.items() if text in log), last)
-        raise UserError(f"lm-eval failed: {reason}   Its log: {folder / 'log.txt'}")
+        reason = next((meaning for text, meaning in REASONS.items() if text in written), last)
+        raise UserError(f"lm-eval failed: {reason}   Its log: {log}")
 
 
 def _table(found: dict[str, Any], model: str) -> Table:

@@ -22,11 +22,14 @@ from pyarrow.fs import FileSystem
 from raymill import optional
 from raymill.data import files, lance_rows
 from raymill.data.examples import decode
+from raymill.data.files import InputFile
 from raymill.data.table_columns import TableColumns
 from raymill.errors import UserError
 
 BATCH_ROWS = 128  # rows decoded at once; few, because rows can be long
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+COMPRESSED_SHARE = 4  # text shrinks about fourfold
+MEASURED_BYTES, MEASURED_FILES = 2**23, 8  # of text, to see how far it shrinks
 BUFFER_BYTES = 2**20  # of the content of a file
 JSON_CHARACTERS = 2**20  # read at once
 MAX_JSON_CHARACTERS = 2**28  # in one row; without a limit, a damaged row would read the rest of the file into memory
@@ -72,7 +75,7 @@ class FileFormat(NamedTuple):
     is_file: bool = True
     """Whether a piece is part of a file, which `read` gets opened."""
     text_share: float = 1.0
-    """About how many bytes of text one byte of a file contains."""
+    """About how many bytes of text one byte of a file contains. That of compressed text is measured."""
 
 
 def format_of(path: str) -> FileFormat:
@@ -91,6 +94,27 @@ def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...]) -> Iter
     with opened as file, _readable_errors(piece.path):
         for row in file_format.read(file, piece, columns):
             yield _with_values(row, values) if values else row
+
+
+def text_size(filesystem: FileSystem, found: list[InputFile]) -> int:
+    """Return about how many bytes of text files contain. Of some compressed files, the beginning is read."""
+    compressed = [file for file in found if PurePosixPath(file.path).suffix in COMPRESSIONS]
+    sample = compressed[:: max(1, len(compressed) // MEASURED_FILES)]
+    measured = np.array([_measured(filesystem, file.path) for file in sample]).reshape(-1, 2).sum(0)
+    share = measured[0] / measured[1] if len(sample) else 0.0
+    return sum(
+        int(file.size * (share if PurePosixPath(file.path).suffix in COMPRESSIONS else format_of(file.path).text_share))
+        for file in found
+    )
+
+
+def _measured(filesystem: FileSystem, path: str) -> tuple[int, int]:
+    """Return how many bytes of text how many bytes at the beginning of a compressed file stand for."""
+    with filesystem.open_input_file(path) as file, contextlib.suppress(_BrokenFile, pa.ArrowInvalid):
+        text = _Decompressed(file, COMPRESSIONS[PurePosixPath(path).suffix])
+        length = len(io.BufferedReader(text, BUFFER_BYTES).read(MEASURED_BYTES))
+        return length, max(1, file.tell())
+    return COMPRESSED_SHARE, 1
 
 
 @contextlib.contextmanager
@@ -425,7 +449,6 @@ TEXT = {
 }
 LANCE = ".lance"
 """The suffix of files in a Lance dataset. One alone holds only some columns of some rows."""
-COMPRESSED_SHARE = 4  # text shrinks about fourfold
 FORMATS = {
     ".parquet": FileFormat("parquet", _read_row_groups, is_split=True, text_share=COMPRESSED_SHARE),
     **TEXT,
@@ -434,10 +457,6 @@ FORMATS = {
     LANCE: FileFormat("Lance", _read_lance, is_split=True, is_file=False),
     ".arrow": FileFormat("Arrow", _read_arrow),
     ".feather": FileFormat("Feather", _read_arrow),
-    **{
-        name + ending: file_format._replace(text_share=COMPRESSED_SHARE)
-        for name, file_format in TEXT.items()
-        for ending in COMPRESSIONS
-    },
+    **{name + ending: file_format for name, file_format in TEXT.items() for ending in COMPRESSIONS},
 }
 """Maps suffixes to formats."""

@@ -9,7 +9,7 @@ from ray.data import DataContext
 from ray.exceptions import RayTaskError
 
 from raymill import settings
-from raymill.data import row_dataset, shards, shuffle
+from raymill.data import row_dataset, samples, shards, shuffle
 from raymill.data.filters.gate import Gate
 from raymill.data.options import PreprocessOptions
 from raymill.data.row_sources import RowSource
@@ -77,7 +77,9 @@ def write_shards(
             "with a part of these; some near-duplicates among them may be left",
             flush=True,
         )
-    return sorted(summaries, key=lambda summary: summary.number)
+    summaries.sort(key=lambda summary: summary.number)
+    samples.save((summary.samples for summary in summaries), plan.output)
+    return summaries
 
 
 def explain(error: RayTaskError) -> Exception:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -10,11 +10,11 @@ from pyarrow.fs import FileSelector, FileSystem
 from rich.console import Console
 from rich.text import Text
 
-from raymill.data import row_sources
+from raymill.data import row_sources, samples
 from raymill.data.examples import BadRow
 from raymill.data.filters.gate import Gate
 from raymill.data.row_sources import Head, RowSource
-from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
+from raymill.data.tokenization import DocumentTokenizer, TokenizedDocument
 from raymill.printable import printable
 
 HEAD_ROWS = 100  # read before the work starts
@@ -78,10 +78,8 @@ def _dropped(row: dict[str, Any]) -> str:
 
 def _colored(document: TokenizedDocument, tokenizer: DocumentTokenizer) -> Text:
     text = Text()
-    pairs = zip(document.input_ids.tolist(), document.labels.tolist(), strict=True)
-    for trained, run in groupby(pairs, key=lambda pair: pair[1] != NOT_TRAINED):
-        decoded = printable(tokenizer.tokenizer.decode([token for token, _ in run]), "\n\t")
-        text.append(decoded, style="green" if trained else "dim")
+    for piece in samples.pieces(document.input_ids.tolist(), document.labels.tolist(), tokenizer.tokenizer):
+        text.append(printable(piece.text, "\n\t"), style="green" if piece.is_trained else "dim")
     return text
 
 

@@ -29,6 +29,8 @@ class RowSource(NamedTuple):
     """One input of training rows."""
 
     files: InputFiles
+    text_size: int
+    """Approximate bytes of text in the files."""
     weight: float = 1.0
     """How many times each row is used, on average."""
     formats: tuple[Format, ...] = FORMATS
@@ -42,11 +44,6 @@ class RowSource(NamedTuple):
     def size(self) -> int:
         """Total bytes of the files."""
         return self.files.size
-
-    @property
-    def text_size(self) -> int:
-        """Approximate bytes of text in the files."""
-        return sum(int(file.size * file_formats.format_of(file.path).text_share) for file in self.files.files)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -77,9 +74,8 @@ def find(name: str, section: str = "preprocess") -> RowSource:
     Raises:
         UserError: there is no such file, table or version, or it cannot be read.
     """
-    if table := tables.find(name, section):
-        return RowSource(table)
-    return _saved(RowSource(files.find(name, SUFFIXES, section)))
+    found = tables.find(name, section) or _saved(files.find(name, SUFFIXES, section))
+    return RowSource(found, file_formats.text_size(found.filesystem, found.files))
 
 
 def find_all(name: str, mix: Iterable[str], formats: tuple[Format, ...] = FORMATS) -> list[RowSource]:
@@ -121,23 +117,22 @@ def _refuse_several_formats(found: InputFiles) -> None:
         )
 
 
-def _saved(source: RowSource) -> RowSource:
-    """Return the source with only the files of data, if `save_to_disk` of the library `datasets` wrote the folder.
+def _saved(found: InputFiles) -> InputFiles:
+    """Return the input with only the files of data, if `save_to_disk` of the library `datasets` wrote the folder.
 
     Old versions of the library also wrote which rows of these files belong to the data set.
 
     Raises:
         UserError: a file is missing, or a row is chosen twice.
     """
-    found = source.files
     state = f"{found.root}/{SAVED_STATE}"
     if found.files[0].suffix != ".arrow" or not found.filesystem.get_file_info(state).is_file:
-        return source
+        return found
     with found.filesystem.open_input_file(state) as file:
         content = json.load(file)
     listed, chosen = ([one["filename"] for one in content.get(key) or ()] for key in SAVED_FILES)
     if not listed:  # the state of another program
-        return source
+        return found
     # the library's `map` and `filter` store their results beside the data
     names = {PurePosixPath(file.path).name: file for file in found.files if CACHE not in file.path}
     if others := sorted(names.keys() - {*listed, *chosen}):
@@ -153,7 +148,7 @@ def _saved(source: RowSource) -> RowSource:
     data = [names[name] for name in listed if name in names]
     if chosen:
         data = _only_chosen(data, [names[name] for name in chosen], found.filesystem)
-    return source._replace(files=found._replace(files=data))
+    return found._replace(files=data)
 
 
 def _only_chosen(data: list[InputFile], indices: list[InputFile], filesystem: FileSystem) -> list[InputFile]:

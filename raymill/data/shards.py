@@ -19,9 +19,11 @@ import ray
 from pydantic import BaseModel
 from ray import ObjectRef
 
+from raymill.data import samples
 from raymill.data.filters.gate import Gate
 from raymill.data.packed_folder import PackedFolder
 from raymill.data.packing import pack
+from raymill.data.samples import Samples
 from raymill.data.shuffle import is_held_out
 from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer
 from raymill.data.tokenizer import padding_id
@@ -77,6 +79,7 @@ class PartitionSummary(BaseModel):
     """Rows that filters changed."""
     sources: dict[int, dict[str, int]]
     """Maps the number of an input to its counts of documents, tokens and trained tokens."""
+    samples: Samples
     fast_documents: int
     """Documents that fastokens encoded."""
     train: ShardSummary | None
@@ -118,7 +121,7 @@ def write(
     held_out = held_out.take(documents["row"].combine_chunks())
     bad = documents.filter(pc.invert(good))
     rejected = _save_rejected(rows["row"].take(bad["row"]), bad["problem"], plan, number)
-    name = f"part-{number:05d}.parquet"
+    name, used = f"part-{number:05d}.parquet", documents.filter(good)
     partition = PartitionSummary(
         number=number,
         rows=read,
@@ -126,7 +129,8 @@ def write(
         rejected=rejected,
         dropped=dropped,
         changed=len(rows) - rows["as_read"].null_count,
-        sources=_count_by_source(documents.filter(good), rows["source"]),
+        sources=_count_by_source(used, rows["source"]),
+        samples=samples.take(used, rows["source"].take(used["row"]).to_numpy(), tokenizer.tokenizer, plan.partitions),
         fast_documents=pc.sum(documents["is_fast"]).as_py() or 0,  # filters may have dropped all rows
         train=_write_shard(documents.filter(pc.and_not(good, held_out)), plan, pad_id, f"train/{name}"),
         eval=_write_shard(documents.filter(pc.and_(good, held_out)), plan, pad_id, f"eval/{name}"),

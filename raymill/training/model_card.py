@@ -4,8 +4,9 @@ import re
 from collections.abc import Collection
 from itertools import chain
 
+from raymill.data.report import Cells
 from raymill.training.history import History
-from raymill.training.report import Cells, data_reports
+from raymill.training.report import data_reports
 
 
 def card(run: History, title: str, license_id: str, *, is_adapter: bool, other_parts: Collection[str] = ()) -> str:

@@ -2,41 +2,33 @@
 
 import html
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import cycle, groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import plotly.graph_objects as go
-from jinja2 import Environment, StrictUndefined
 from plotly.subplots import make_subplots
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raymill import settings
+from raymill import plots, settings
+from raymill.data.report import DataReport, lengths
+from raymill.plots import COLORS
 from raymill.training import history
 from raymill.training.history import History, Line
 from raymill.training.options import DDPOptions
 
 FILE = settings.PROJECT / "results" / "report.html"
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
+TEMPLATE = "training/report.html.jinja"
 PANELS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens/s"}
 HEIGHTS = (0.49, 0.17, 0.17, 0.17)
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # color-blind safe
 MARKS = {"evaluation": "circle", "checkpoint": "diamond", "restart": "x"}
 SIZES = {"evaluation": 8, "checkpoint": 9, "restart": 13}
 GREY = "#777777"
-LOOK = {
-    "template": "plotly_white",
-    "colorway": COLORS,
-    "width": 1240,
-    "margin": {"l": 80, "r": 20, "t": 20, "b": 70},
-    "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222222"},
-}
 SHOWN = ("run", "steps", "loss", "best evaluation", "tokens/s", "time", "restarts")
 STEP, HOURS = "step", "hours since the first start"
 UNKNOWN = "—"
@@ -101,22 +93,16 @@ def summarize(runs: list[History], price: Price) -> Summary:
 def page(runs: list[History], summary: Summary, output: str) -> str:
     """Return the page as HTML."""
     data = data_reports(runs)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return plots.page(
+        TEMPLATE,
         output=output,
         drawn=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         summary=list(zip(summary, cycle(COLORS))),
         names=[run.name for run in runs],
         identities={key: [run.identity.get(key, "") for run in runs] for run in runs for key in run.identity},
-        figure=_html(figure(runs), "curves", include_plotlyjs=True),
+        figure=plots.html(figure(runs), "curves"),
         data=data,
-        lengths=_html(lengths(data), "lengths", include_plotlyjs=False),
-    )
-
-
-def _html(drawn: go.Figure, name: str, *, include_plotlyjs: bool) -> str:
-    return drawn.update_layout(LOOK).to_html(
-        full_html=False, include_plotlyjs=include_plotlyjs, div_id=name, config={"displaylogo": False}
+        lengths=plots.html(lengths(data), "lengths", has_plotly=True),
     )
 
 
@@ -241,67 +227,6 @@ def _table(summary: Summary) -> Table:
     return table
 
 
-SPLITS = ("train", "eval")
-
-Cells = list[dict[str, str]]
-"""The rows of a table. Each row maps column names to cells."""
-
-
-class DataReport(NamedTuple):
-    """The counts of one dataset, as tables."""
-
-    hash: str
-    """The first characters of the dataset's content hash, as in `data` of run.json."""
-    runs: list[str]
-    manifest: dict[str, Any]
-
-    @property
-    def splits(self) -> Cells:
-        return [{"split": split, **self._split(self.manifest[split])} for split in SPLITS]
-
-    def _split(self, counts: dict[str, Any]) -> dict[str, str]:
-        capacity = counts["rows"] * self.manifest["sequence_length"]
-        return {
-            "documents": f"{counts['documents']:,}",
-            "cut": f"{counts['cut_documents']:,}",
-            f"rows of {self.manifest['sequence_length']:,} tokens": f"{counts['rows']:,}",
-            "tokens": f"{counts['tokens']:,}",
-            "filled": _share(counts["tokens"], capacity),
-            "trained": _share(counts["trained_tokens"], counts["tokens"]),
-        }
-
-    @property
-    def inputs(self) -> Cells:
-        weights = {source["name"]: source["weight"] for source in self.manifest["input"]}
-        total = sum(counts["tokens"] for counts in self.manifest["sources"].values())
-        return [
-            {
-                "input": name,
-                "weight": f"{weights[name]:g}",
-                "documents": f"{counts['documents']:,}",
-                "tokens": f"{counts['tokens']:,}",
-                "share": _share(counts["tokens"], total),
-                "trained": _share(counts["trained_tokens"], counts["tokens"]),
-            }
-            for name, counts in self.manifest["sources"].items()
-        ]
-
-    @property
-    def left_out(self) -> Cells:
-        """Number of input rows that were left out, by reason. The most frequent reason comes first."""
-        dropped = sum(map(Counter, self.manifest.get("dropped_by_reason", {}).values()), Counter[str]())
-        reasons = {**self.manifest["rejected_by_reason"], **dropped, "a duplicate": self.manifest["rows_duplicate"]}
-        return [
-            {
-                "rows left out": f"{count:,}",
-                "of those read": _share(count, self.manifest["rows_read"]),
-                "reason": reason,
-            }
-            for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1])
-            if count
-        ]
-
-
 def data_reports(runs: Iterable[History]) -> list[DataReport]:
     """Return a report for each dataset of the runs, except for streams and for data from older project versions."""
     manifests: dict[str, dict[str, Any]] = {}
@@ -312,25 +237,3 @@ def data_reports(runs: Iterable[History]) -> list[DataReport]:
             manifests[short] = run.data
             names[short].append(run.name)
     return [DataReport(short, names[short], manifest) for short, manifest in manifests.items()]
-
-
-def lengths(reports: list[DataReport]) -> go.Figure:
-    """Return a histogram of the lengths of the training documents."""
-    figure = go.Figure()
-    for report in reports:
-        counts = report.manifest["train"]["lengths"]
-        total = max(1, report.manifest["train"]["documents"])
-        shares = [count / total for count in counts.values()]
-        figure.add_trace(go.Bar(x=[f"≤ {bound}" for bound in counts], y=shares, name=report.hash))
-    bounds = sorted({int(bound) for report in reports for bound in report.manifest["train"]["lengths"]})
-    figure.update_xaxes(
-        title_text="tokens per document",
-        categoryorder="array",
-        categoryarray=[f"≤ {bound}" for bound in bounds],
-    )
-    figure.update_yaxes(title_text="share of documents", tickformat=".0%")
-    return figure.update_layout(height=320, showlegend=len(reports) > 1)
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "—"

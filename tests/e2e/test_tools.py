@@ -471,15 +471,35 @@ metric_list: [{{metric: acc}}]
 }
 
 
+def write_tasks(folder: Path) -> None:
+    rows = [{"question": GREETING, "answer": GREETED, "choices": ["Never mind.", f"<think>{REASONING}</think>"]}] * 3
+    (folder / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    for name, text in TASKS.items():
+        (folder / name).write_text(text.format(folder=folder))
+
+
+@pytest.mark.nightly
+def test_lm_eval_writes_the_questions_of_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_tasks(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    request = lm_eval.Request("greets,chooses", options=("--include_path", str(tmp_path)))
+    file = lm_eval.write_questions(request, tmp_path / "results")
+    assert "greets: 3 questions\nchooses: 3 questions" in capfd.readouterr().out
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["question"] for row in written] == [GREETING] * 6
+    with pytest.raises(UserError, match=r"absent.*log\.txt"):
+        lm_eval.write_questions(request._replace(tasks="greets,absent"), tmp_path / "results")
+    assert [path.name for path in file.parent.glob("*absent*")] == []
+
+
 @pytest.mark.nightly
 def test_lm_eval_runs_custom_tasks(
     served: ServeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The task `greets` generates answers from chats, and `chooses` compares the probabilities of given answers."""
-    rows = [{"question": GREETING, "answer": GREETED, "choices": ["Never mind.", f"<think>{REASONING}</think>"]}] * 3
-    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    for name, text in TASKS.items():
-        (tmp_path / name).write_text(text.format(folder=tmp_path))
+    write_tasks(tmp_path)
     monkeypatch.setenv("PROJECT_DIR", str(Path(served.source).parents[2]))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 

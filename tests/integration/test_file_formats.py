@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -197,9 +198,55 @@ def test_a_saved_folder_with_other_files_or_without_one_is_refused(tmp_path: Pat
     assert len(row_sources.find(f"{folder}/data-*.arrow").files.files) == 1
     saved(tmp_path, "data-1.arrow")
     assert len(row_sources.find(folder).files.files) == 2, "what the library caches is not data"
-    saved(tmp_path, "indices.arrow")
+    saved(tmp_path, "indices.arrow")  # which the state does not name
     with pytest.raises(UserError, match=r"indices\.arrow is not data of .* flatten_indices\(\), and pass that --input"):
         row_sources.find(folder)
+
+
+def with_indices(folder: Path, numbers: list[int]) -> str:
+    """Write a folder of two files as datasets 1.0 did after `select`, and return its path."""
+    half = len(ROWS) // 2
+    for number, made in enumerate((ROWS[:half], ROWS[half:])):
+        (folder / f"data-{number}.arrow").write_bytes(as_arrow(made, pa.ipc.new_stream))
+    table = pa.table({"indices": pa.array(numbers, pa.uint64())})
+    with pa.OSFile(str(folder / "indices.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-0.arrow"}, {"filename": "data-1.arrow"}]}
+    state["_indices_data_files"] = [{"filename": "indices.arrow"}]
+    (folder / "state.json").write_text(json.dumps(state))
+    return str(folder)
+
+
+def test_an_old_saved_folder_has_only_the_rows_that_its_indices_choose(tmp_path: Path) -> None:
+    chosen = [len(ROWS) - 1, 3, 17, len(ROWS) // 2, len(ROWS) // 2 - 1]
+    found = [row for row, _ in checked(with_indices(tmp_path, chosen))]
+    assert found == [rows.checked(ROWS[at], row_sources.FORMATS)["row"] for at in sorted(chosen)]
+    assert checked(with_indices(tmp_path, [])) == []
+    for wrong in ([3, 3], [len(ROWS)]):
+        with pytest.raises(
+            UserError, match=r"indices\.arrow has rows that occur twice, or do not exist in .*flatten_ind"
+        ):
+            row_sources.find(with_indices(tmp_path, wrong))
+    folder = with_indices(tmp_path, chosen)
+    content = (tmp_path / "indices.arrow").read_bytes()
+    (tmp_path / "indices.arrow").write_bytes(content[:-40])
+    with pytest.raises(UserError, match=r"indices\.arrow is not a valid Arrow file"):
+        row_sources.find(folder)
+    (tmp_path / "indices.arrow").unlink()
+    with pytest.raises(UserError, match=r"incomplete: indices\.arrow is missing"):
+        row_sources.find(folder)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_partitions_are_planned_by_the_text_in_compressed_files(tmp_path: Path, alike: bool) -> None:
+    rng = random.Random(0)
+    lines = [{"completion": "same " * 400 if alike else rng.randbytes(1000).hex()} for _ in range(1000)]
+    content = as_jsonl(lines)
+    for name, packed in (("a.jsonl.gz", gzip.compress(content)), ("b.jsonl.zst", zstd(content))):
+        (tmp_path / name).write_bytes(packed)
+        found = row_sources.find(f"{tmp_path}/{name}").text_size
+        assert found == pytest.approx(len(content), rel=0.05)
+    assert row_sources.find(f"{tmp_path}/*.jsonl.*").text_size == pytest.approx(2 * len(content), rel=0.1)
 
 
 def test_arrow_files_beside_the_state_of_another_program_are_read(tmp_path: Path) -> None:

@@ -30,6 +30,28 @@ def test_a_rate_limit_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "Status code: 429" in log.read_text()
 
 
+def test_the_questions_of_tasks_are_written_by_a_script_in_the_environment_of_lm_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text("""#!/bin/sh
+echo "$@" >> "$0.called"
+while [ "$1" != python ]; do shift; done
+test "$2" = -P && test -f "$3" && echo '{"question": "q"}' > "$5"
+""")
+    uv.chmod(0o700)
+    monkeypatch.setenv("UV", str(uv))
+    request = lm_eval.Request("evals/greets.yaml", options=("--include_path", "evals"))
+    file = lm_eval.write_questions(request, tmp_path / "results")
+    assert file == tmp_path / "results" / "questions" / "evals_greets.yaml.jsonl"
+    assert file.read_text() == '{"question": "q"}\n'
+    assert (tmp_path / "uv.called").read_text().endswith(f"evals/greets.yaml {file} --include_path evals\n")
+    assert f'decontaminate = ["{file}"]' in capfd.readouterr().out
+    uv.write_text(UV)
+    with pytest.raises(UserError, match=r"rate limit"):
+        lm_eval.write_questions(request, tmp_path / "results")
+
+
 def test_a_model_that_is_not_served_is_an_error(tmp_path: Path) -> None:
     with running(tmp_path) as api, pytest.raises(UserError, match=r"absent\. Served models: small, large"):
         lm_eval.run(api.url, {}, lm_eval.Request("greets", model="absent"), Console(), tmp_path / "results")

@@ -122,7 +122,7 @@ class Gate:
         screened = [(self._bad(row), None) if row["problem"] else self._filter_row(row) for row in found]
         kept = [(row, example) for row, example in screened if example and not row["dropped"]]
         if kept and (self.comparer or len(self.questions.hashes)):
-            self._compare(*zip(*kept, strict=True), source)
+            self._compare([row for row, _ in kept], [example for _, example in kept], source)
         return [row for row, _ in screened]
 
     def _bad(self, row: dict[str, Any]) -> dict[str, Any]:
