@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from raymill import plots, settings
-from raymill.console import cell
 from raymill.data import samples
 from raymill.data.filters import language
 from raymill.data.packed_folder import MANIFEST
@@ -239,7 +238,7 @@ def _table(rows: Cells) -> Table:
     for column in rows[0]:
         table.add_column(column, header_style="dim", justify="left" if column == "split" else "right")
     for one in rows:
-        table.add_row(*map(cell, one.values()))
+        table.add_row(*one.values())
     return table
 
 

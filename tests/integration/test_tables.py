@@ -24,7 +24,7 @@ from pyiceberg.table import StaticTable
 from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.typedef import Record
 
-from raymill import optional
+from raymill import optional, settings
 from raymill.data import file_formats, manifest, row_sources
 from raymill.errors import UserError
 
@@ -423,6 +423,73 @@ def test_pieces_of_a_lance_dataset_share_its_rows(tmp_path: Path, monkeypatch: p
     name = str(tmp_path / "table.lance")
     assert len(row_sources.find(name).pieces) > 3
     assert [row["id"] for row in read(name)] == [n for n in range(1000) if n % 7]
+
+
+# ---------------------------------------------------------------- the table of the documentation
+
+
+def write_lake(kind: str, base: str) -> tuple[str, str]:
+    """Write 30 rows, then 30 more, and delete twelve. Return the table's name, and that of its first version."""
+    if kind == "Delta":
+        name = f"{base}/delta"
+        for first in (0, 30):
+            deltalake.write_deltalake(name, table_of(30, first), mode="append", storage_options=STORAGE)
+        deltalake.DeltaTable(name, storage_options=STORAGE).delete("id % 5 = 0")
+        return name, f"{name}@version=0"
+    if kind == "Iceberg":
+        made = InMemoryCatalog("test", warehouse=base, **STORAGE, **iceberg_storage())
+        made.create_namespace("ns")
+        table = made.create_table("ns.table", table_of(1).schema)
+        for first in (0, 30):
+            table.append(table_of(30, first))
+        table.delete(f"id in ({', '.join(map(str, range(0, 60, 5)))})")
+        return table.metadata_location, f"{table.metadata_location}@version={table.snapshots()[0].snapshot_id}"
+    table = lancedb.connect(base, storage_options=STORAGE).create_table("table", table_of(30))
+    table.add(table_of(30, 30))
+    table.delete("id % 5 = 0")
+    return f"{base}/table.lance", f"{base}/table.lance@version=1"
+
+
+def rows_of(name: str, expected: list[int]) -> str:
+    """Return how many of the expected rows, with these numbers, a table gives."""
+    found = read(name)
+    numbers = [row["id"] for row in found]
+    right = [n for n, row in zip(numbers, found, strict=True) if row["messages"] == MESSAGES[n]]
+    return f"{len(set(right) & set(expected))} of {len(expected)}" + (
+        "" if len(numbers) == len(expected) else ", others"
+    )
+
+
+MESSAGES = table_of(60)["messages"].to_pylist()
+LIVE, FIRST = [n for n in range(60) if n % 5], list(range(30))
+
+
+def damaged(name: str, folder: Path) -> str:
+    """Cut off the end of all data files. Return the error."""
+    for file in folder.rglob("*"):
+        if file.suffix == ".parquet" or (file.suffix == ".lance" and file.is_file()):
+            file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(UserError) as caught:
+        read(name)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    start = sentence.index(" is not a valid")
+    return f"FILE{sentence[start : sentence.index(' (', start)]}"
+
+
+def test_the_documented_table_of_tables_is_true(tmp_path: Path, s3: str) -> None:
+    lines = ["| table | live rows, local | live rows, S3 | first version | a damaged file |", "|---|---|---|---|---|"]
+    for kind in ("Delta", "Iceberg", "Lance"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        name, first = write_lake(kind, str(folder))
+        remote, remote_first = write_lake(kind, f"{s3}/lake-{tmp_path.name}-{kind}")
+        assert rows_of(remote_first, FIRST) == rows_of(first, FIRST)
+        counts = rows_of(name, LIVE), rows_of(remote, LIVE), rows_of(first, FIRST), damaged(name, folder)
+        lines.append(f"| {kind} | {' | '.join(counts)} |")
+    page = (settings.PROJECT / "docs" / "data.md").read_text(encoding="utf-8")
+    made = "\n".join(lines)
+    assert made in page, f"put this table into docs/data.md:\n{made}"
 
 
 # ---------------------------------------------------------------- Excel
