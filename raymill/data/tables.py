@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypedDict
@@ -329,11 +330,25 @@ def _deleted_positions(io: Any, file: Any) -> dict[str, np.ndarray]:
     with io.new_input(file.file_path).open() as stream:
         content = stream.read()
     if file.file_format.value == "PUFFIN":
-        vectors = deletion_vectors_from_puffin_file(PuffinFile(content))
+        puffin = PuffinFile(content)
+        for blob in puffin.footer.blobs:
+            _check_sum(puffin.get_blob_payload(blob), file.file_path)
+        vectors = deletion_vectors_from_puffin_file(puffin)
         return {_path(one.referenced_data_file): one.to_vector().to_numpy() for one in vectors}
     table = pq.read_table(pa.BufferReader(content), columns=["file_path", "pos"])
     paths = table["file_path"].cast(pa.string())
     return {_path(path): table.filter(pc.equal(paths, path))["pos"].to_numpy() for path in pc.unique(paths).to_pylist()}
+
+
+def _check_sum(vector: bytes, path: str) -> None:
+    """Raise ValueError if a deletion vector is damaged, which pyiceberg does not check.
+
+    It consists of a length, a magic number and a bitmap of this length together, and their CRC-32. Length and checksum
+    are big-endian (Puffin specification, deletion-vector-v1).
+    """
+    stop = 4 + int.from_bytes(vector[:4])
+    if zlib.crc32(vector[4:stop]) != int.from_bytes(vector[stop : stop + 4]):
+        raise ValueError(f"the deletion vector in {path} is damaged")
 
 
 def _names_by_id(mapping: Iterable[Any]) -> dict[int, list[str]]:

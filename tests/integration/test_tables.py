@@ -310,14 +310,14 @@ def test_an_iceberg_table_gives_its_live_rows(catalog: InMemoryCatalog) -> None:
         read(table.location())
 
 
-def delete_by_positions(catalog: InMemoryCatalog, table: Any, positions: dict[str, list[int]]) -> str:
+def delete_by_positions(
+    catalog: InMemoryCatalog, table: Any, positions: dict[str, list[int]], kind: str = "PARQUET"
+) -> str:
     """Commit a file with positions of deleted rows, as other engines do. Return the new metadata file."""
     io, snapshot_id = table.io, 4711
-    location = f"{table.location()}/data/deletes-{len(positions)}.parquet"
+    location = f"{table.location()}/data/deletes-{len(positions)}.{kind.lower()}"
     deletes = [{"file_path": path, "pos": row} for path, rows in positions.items() for row in rows]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(deletes, pa.schema([("file_path", pa.string()), ("pos", pa.int64())])), sink)
-    content = sink.getvalue().to_pybytes()
+    content = as_puffin(positions) if kind == "PUFFIN" else as_position_deletes(deletes)
     with io.new_output(location).create() as stream:
         stream.write(content)
 
@@ -339,7 +339,7 @@ def delete_by_positions(catalog: InMemoryCatalog, table: Any, positions: dict[st
                 data_file=iceberg_manifest.DataFile.from_args(
                     content=iceberg_manifest.DataFileContent.POSITION_DELETES,
                     file_path=location,
-                    file_format=iceberg_manifest.FileFormat.PARQUET,
+                    file_format=iceberg_manifest.FileFormat[kind],
                     partition=Record(),
                     record_count=len(deletes),
                     file_size_in_bytes=len(content),
@@ -391,6 +391,53 @@ def test_rows_that_an_iceberg_delete_file_names_are_not_read(catalog: InMemoryCa
     moved = delete_by_positions(catalog, table, {f"old/{first.rpartition('/')[2]}": [0]})
     with pytest.raises(UserError, match=r"has deleted rows for .*: the table was moved"):
         read(moved)
+
+
+def as_position_deletes(deletes: list[dict[str, Any]]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(deletes, pa.schema([("file_path", pa.string()), ("pos", pa.int64())])), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def as_puffin(positions: dict[str, list[int]]) -> bytes:
+    """Return a file with a deletion vector for each data file, as the Puffin specification describes it."""
+    content, blobs = b"PFA1", []
+    for path, rows in positions.items():
+        vector = bytes.fromhex("d1d33964") + struct.pack("<QI", 1, 0) + pyroaring.BitMap(rows).serialize()
+        blob = struct.pack(">I", len(vector)) + vector + struct.pack(">I", zlib.crc32(vector))
+        blobs.append(
+            {
+                "type": "deletion-vector-v1",
+                "fields": [],
+                "snapshot-id": -1,
+                "sequence-number": -1,
+                "offset": len(content),
+                "length": len(blob),
+                "properties": {"referenced-data-file": path, "cardinality": str(len(rows))},
+            }
+        )
+        content += blob
+    footer = json.dumps({"blobs": blobs}).encode()
+    return content + b"PFA1" + footer + struct.pack("<II", len(footer), 0) + b"PFA1"
+
+
+def test_rows_under_an_iceberg_deletion_vector_are_not_read(tmp_path: Path) -> None:
+    made = InMemoryCatalog("test", warehouse=str(tmp_path))
+    made.create_namespace("ns")
+    table = made.create_table("ns.plain", table_of(1).schema, properties={"format-version": "2"})
+    table.append(table_of(300))
+    table.append(table_of(300, 300))
+    first, second = sorted(task.file.file_path for task in table.scan().plan_files())
+    gone = {first: [0, 1, 299], second: list(range(7, 250))}
+    metadata = delete_by_positions(made, table, gone, "PUFFIN")
+    assert len(read(metadata)) == 600 - 3 - 243
+    assert as_text(read(metadata)) == as_text(iceberg_rows(StaticTable.from_metadata(metadata)))
+    file = Path(table.location(), "data", "deletes-2.puffin")
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"the deletion vector in .*deletes-2\.puffin is damaged"):
+        read(metadata)
 
 
 # ---------------------------------------------------------------- Lance
