@@ -16,6 +16,7 @@ from rich.table import Table
 from raymill import plots, settings
 from raymill.data import samples
 from raymill.data.filters import language
+from raymill.data.filters.options import FilterOptions
 from raymill.data.packed_folder import MANIFEST
 from raymill.data.samples import Sample, Samples
 from raymill.errors import UserError
@@ -27,6 +28,7 @@ TEMPLATE = "data/report.html.jinja"
 RANDOM_SHOWN = 20
 FILES_READ = 50  # of the rows left out, which are in random order
 ROWS_SHOWN, ROW_CHARACTERS = 10, 2000  # for each reason to leave out a row
+TITLE_CHARACTERS = 80
 MIN_CHARACTERS = 40  # of a text whose language is told
 UNCLEAR = "too short to tell"
 
@@ -177,6 +179,7 @@ def languages(found: Sequence[Sample]) -> Cells:
 
 
 def _settings(manifest: dict[str, Any]) -> Cells:
+    filters, defaults = manifest.get("filters") or {}, FilterOptions().model_dump(mode="json")
     shown = {
         "model": manifest["tokenizer"]["model"],
         "tokens in a row": f"{manifest['sequence_length']:,}",
@@ -184,15 +187,18 @@ def _settings(manifest: dict[str, Any]) -> Cells:
             name: manifest[name]
             for name in ("turns", "past_reasoning", "overlong", "deduplicate", "eval_share", "seed")
         },
-        **{f"filters.{name}": value for name, value in (manifest.get("filters") or {}).items() if value},
+        **{f"filters.{name}": value for name, value in filters.items() if value != defaults.get(name, value)},
     }
     return [{"setting": name, "value": str(value)} for name, value in shown.items()]
 
 
 def _shown(one: Sample, names: list[str]) -> dict[str, Any]:
     is_cut = one.tokens > samples.SHOWN_TOKENS
+    trained = printable("".join(piece.text for piece in one.pieces if piece.is_trained))
+    beginning = f"{trained[:TITLE_CHARACTERS]}…" if len(trained) > TITLE_CHARACTERS else trained
     return {
         "title": f"{one.tokens:,} tokens, {one.trained_tokens:,} trained" + (", the beginning" if is_cut else ""),
+        "trained": beginning,
         "source": names[one.source] if len(names) > 1 else "",
         "pieces": [(printable(piece.text, "\n\t"), piece.is_trained) for piece in one.pieces],
     }

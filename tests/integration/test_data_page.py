@@ -71,7 +71,9 @@ def test_foreign_text_is_escaped_and_personal_data_is_not_shown(
 ) -> None:
     page = drawn(folder, monkeypatch, tmp_path)
     assert EVIL not in page
-    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 2, "a document and a bad row"
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 3, (
+        "the title of a document, the document, and a bad row"
+    )
     assert "someone@example.org" not in page
     assert "someone@example.org" not in (folder / samples.FILE).read_text()
 
