@@ -1,5 +1,7 @@
 """Test reading data sets with the real hub client, from a fake hub that answers like huggingface.co."""
 
+import bz2
+import gzip
 import json
 import os
 import re
@@ -24,11 +26,12 @@ READ = """
 import json, pickle, sys
 from raymill.data import row_sources
 from raymill.errors import UserError
-try:
-    source = pickle.loads(pickle.dumps(row_sources.find(sys.argv[1])))  # as Ray does to send the source to its workers
-except UserError as error:
-    sys.exit(str(error))
-print(json.dumps([json.loads(row["row"]) for row in row_sources.head(source, 10).rows]))
+for name in sys.argv[1:]:
+    try:
+        source = pickle.loads(pickle.dumps(row_sources.find(name)))  # as Ray does to send the source to its workers
+    except UserError as error:
+        sys.exit(str(error))
+    print(json.dumps([json.loads(row["row"]) for row in row_sources.head(source, 10).rows]))
 """
 
 
@@ -43,7 +46,7 @@ class Hub(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/api/datasets/acme/([^/]+)(?:/revision/.+)?", path):
             known = any(file.startswith(f"{match[1]}/") for file in self.files)
             self._json({"id": f"acme/{match[1]}", "sha": COMMIT, "siblings": []} if known else None)
-        elif match := re.fullmatch(r"/api/datasets/acme/([^/]+)/tree/~parquet/?(.*)", path):
+        elif match := re.fullmatch(r"/api/datasets/acme/([^/]+)/tree/(?:~parquet|main)/?(.*)", path):
             self._json(self._tree(match[1], match[2]))
         elif match := re.fullmatch(r"/datasets/acme/([^/]+)/resolve/(?:~parquet|main)/(.+)", path):
             self._bytes(self.files.get(f"{match[1]}/{match[2]}"))
@@ -98,12 +101,32 @@ class Hub(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
+def as_arrow() -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
+CSV = "instruction,output\n" + "".join(f"{row['instruction']},{row['output']}\n" for row in ROWS)
+FORMATS = {
+    "a.jsonl": LINES,
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.json": json.dumps(ROWS).encode(),
+    "a.csv": CSV.encode(),
+    "a.tsv.bz2": bz2.compress(CSV.replace(",", "\t").encode()),
+    "a.arrow": as_arrow(),
+}
+
+
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(ROWS), sink)
     content = sink.getvalue().to_pybytes()
-    files = {
+    files = {f"formats/{name}/{name}": made for name, made in FORMATS.items()} | {
         "simple/default/train/0000.parquet": content,
         "simple/default/test/0000.parquet": content,
         "languages/de/train/0000.parquet": content,
@@ -119,19 +142,29 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def read(hub: str, uri: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Read a source in a new process, because huggingface_hub reads the hub's address when it is imported."""
+def read(hub: str, uris: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Read sources in a new process, because huggingface_hub reads the hub's address when it is imported."""
     environment = os.environ | {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", READ, uri]
+    command = [sys.executable, "-c", READ, *uris]
     return subprocess.run(command, env=environment, cwd=settings.PROJECT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("name", ["simple", "languages@~parquet/de/train"])
 def test_a_data_set_on_the_hub_is_read(hub: str, tmp_path: Path, name: str) -> None:
-    done = read(hub, f"hf://datasets/acme/{name}", tmp_path)
+    done = read(hub, [f"hf://datasets/acme/{name}"], tmp_path)
     assert done.returncode == 0, done.stderr
     answers = [row["messages"][1]["content"] for row in json.loads(done.stdout.splitlines()[-1])]
     assert answers == [row["output"] for row in ROWS]
+
+
+def test_files_of_each_format_are_read_from_the_hub(hub: str, tmp_path: Path) -> None:
+    uris = [f"hf://datasets/acme/formats/{name}/{part}" for name in FORMATS for part in (name, "*")]
+    done = read(hub, uris, tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(found) == len(uris)
+    for rows in found:
+        assert [row["messages"][1]["content"] for row in rows] == [row["output"] for row in ROWS]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +180,6 @@ def test_a_data_set_on_the_hub_is_read(hub: str, tmp_path: Path, name: str) -> N
 def test_an_ambiguous_or_missing_data_set_gives_a_one_sentence_error(
     hub: str, tmp_path: Path, name: str, sentence: str
 ) -> None:
-    done = read(hub, f"hf://datasets/acme/{name}", tmp_path)
+    done = read(hub, [f"hf://datasets/acme/{name}"], tmp_path)
     assert done.returncode == 1
     assert sentence in done.stderr.splitlines()[-1]
