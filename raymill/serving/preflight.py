@@ -66,6 +66,11 @@ def check_model(options: ServeOptions) -> None:
             f"{options.model} has a vision tower, for which vLLM needs torchvision, and this environment does not have "
             "it. Serve the model on AWS: inv submit serve_llm --target aws"
         )
+    if options.accelerator == "cpu" and options.dtype == "float32" and hasattr(config, "quantization_config"):
+        raise UserError(
+            f"{options.model} is quantized, and on CPUs vLLM computes with quantized weights only in bfloat16. Pass "
+            "--dtype bfloat16, or set dtype in [serve] of settings.toml."
+        )
     limit = context_length(config)
     # hf_overrides may contain rope_parameters that raise the limit; then vLLM checks it
     if limit and options.max_model_len > limit and "hf_overrides" not in options.engine:

@@ -18,6 +18,8 @@ from raymill.errors import UserError
 from raymill.quantization import quantization
 from raymill.quantization.options import QuantizeOptions
 from raymill.ray_support import model_cache
+from raymill.serving import preflight
+from raymill.serving.options import ServeOptions
 from raymill.training import storage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
@@ -26,8 +28,7 @@ LOAD = """
 import sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    model, dtype = sys.argv[1:]
-    engine = LLM(model, dtype=dtype, enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=2**27)
+    engine = LLM(sys.argv[1], dtype="bfloat16", enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=2**27)
     answer = engine.generate(["a"], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0].outputs[0]
     print("tokens", len(answer.token_ids))
 """
@@ -94,9 +95,9 @@ def _files(folder: Path, texts: dict[str, str]) -> Path:
 
 
 @pytest.mark.nightly  # the first run installs 1 GB
-@pytest.mark.parametrize(("scheme", "bits", "dtype"), [("W8A8", 8, "float32"), ("W4A16", 4, "bfloat16")])
+@pytest.mark.parametrize(("scheme", "bits"), [("W8A8", 8), ("W4A16", 4)])
 def test_vllm_loads_the_quantized_model(
-    ray_session: None, assets: Path, tmp_path: Path, scheme: str, bits: int, dtype: str
+    ray_session: None, assets: Path, tmp_path: Path, scheme: str, bits: int
 ) -> None:
     quantize.main(_options(assets, tmp_path, scheme=scheme))
     model, output = assets / "model", tmp_path / "quantized"
@@ -105,7 +106,11 @@ def test_vllm_loads_the_quantized_model(
     assert config["quant_method"] == "compressed-tensors"
     size = (output / "model.safetensors").stat().st_size
     assert size < 0.6 * (model / "model.safetensors").stat().st_size
-    _generate(output, dtype, tmp_path)
+    serve = settings.load(ServeOptions, "serve", profile="local").model_copy(update={"model": str(output)})
+    with pytest.raises(UserError, match=r"is quantized, .* Pass --dtype bfloat16"):
+        preflight.check_model(serve)
+    preflight.check_model(serve.model_copy(update={"dtype": "bfloat16"}))
+    _generate(output, tmp_path)
 
 
 @pytest.mark.nightly
@@ -121,7 +126,7 @@ def test_a_model_in_the_bucket_is_quantized_into_the_bucket(
     copy_files(options.model, places["model"])
     quantize.main(options.model_copy(update=places))
     assert quantization.UNFINISHED not in storage.list_names(places["output"])
-    _generate(Path(model_cache.on_this_node(places["output"])), "float32", tmp_path)
+    _generate(Path(model_cache.on_this_node(places["output"])), tmp_path)
     assert not (tmp_path / "quantized").exists()
 
 
@@ -133,9 +138,9 @@ def test_a_model_that_cannot_be_quantized_is_an_error(ray_session: None, assets:
     assert list((tmp_path / "quantized").iterdir()) == []
 
 
-def _generate(model: Path, dtype: str, folder: Path) -> None:
+def _generate(model: Path, folder: Path) -> None:
     """Load a model with vLLM, and generate four tokens."""
     (folder / "load.py").write_text(LOAD)
-    command = [sys.executable, str(folder / "load.py"), str(model), dtype]
+    command = [sys.executable, str(folder / "load.py"), str(model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "tokens 4" in done.stdout, done.stderr[-3000:]
