@@ -344,6 +344,22 @@ def silent(example: Example) -> Example | None:
     return None if example else example
 
 
+def shouting(example: Example) -> Example:
+    """Change the example itself, and return it."""
+    assert isinstance(example, Conversation)
+    example.messages[-1]["content"] = example.messages[-1]["content"].upper()
+    return example
+
+
+def test_a_filter_may_change_the_example_itself() -> None:
+    gate = Gate.of(FilterOptions(), (shouting,), 0)
+    assert gate
+    raw = to_json(Conversation(row("q", "a")["messages"]))
+    [found] = gate.filter_rows([{"row": raw, "problem": None}], 0)
+    assert found["row"] == to_json(Conversation(row("q", "A")["messages"]))
+    assert found["as_read"] == raw
+
+
 def made_by(reason: str) -> Any:
     def one(example: Example) -> Drop:
         return Drop(reason)

@@ -14,7 +14,7 @@ from raymill.errors import UserError
 
 MIN_WORDS = 8  # a shorter text is shared by chance
 MAX_ROWS = 10  # a run of words in more rows of the evaluation sets is a phrase of their form (GPT-3, appendix C)
-SPARSE = 16
+SPARSE, MAX_BITS = 16, 24
 NONE = np.zeros(0, np.uint64)
 
 
@@ -67,11 +67,11 @@ class Questions(NamedTuple):
     hashes: np.ndarray
     """uint64, sorted."""
     may_be: np.ndarray
-    """bool: for each value of the lowest bits, whether a hash has it. At most one in SPARSE is True."""
+    """bool: for each value of the lowest bits, whether a hash has it. Usually, at most one in SPARSE is True."""
 
     @classmethod
     def of(cls, hashes: np.ndarray) -> "Questions":
-        may_be = np.zeros(1 << (SPARSE * len(hashes)).bit_length(), bool)
+        may_be = np.zeros(1 << min(MAX_BITS, (SPARSE * len(hashes)).bit_length()), bool)
         may_be[hashes & np.uint64(len(may_be) - 1)] = True
         return cls(hashes, may_be)
 
