@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +18,7 @@ from preprocess_job import manifest, write_rows
 from ray.data import DataContext, ExecutionResources
 
 from jobs import preprocess
-from raymill import settings
+from raymill import environment, optional, settings
 from raymill.data import row_sources
 from raymill.data.examples import Completion, Conversation, Example, to_json
 from raymill.data.filters import contamination, language, near_duplicates, pii, rules, texts, word_runs
@@ -578,10 +580,53 @@ def test_bad_rows_are_saved_without_personal_data() -> None:
     assert found == [b'{"a": "Call me\\n<PHONE>\\nor\\n<IP>"}', b'{"a": "<EMAIL>"}', b""]
 
 
-@pytest.mark.parametrize("bad", [{"near_duplicates": 2}, {"pii": "hide"}, {"rules": ["c5"]}, {"max_word": 3}])
+@pytest.mark.parametrize(
+    "bad", [{"near_duplicates": 2}, {"pii": "hide"}, {"rules": ["c5"]}, {"max_word": 3}, {"pii_names": "x"}]
+)
 def test_wrong_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"1 validation error"):
         FilterOptions.model_validate(bad)
+
+
+NAMES = """
+import sys
+from pathlib import Path
+sys.path.append(sys.argv[1])  # what the tests' environment has comes first
+import spacy
+from raymill.data.filters.gate import Gate
+from raymill.data.filters.options import FilterOptions
+model = spacy.blank("en")
+ruler = model.add_pipe("entity_ruler")
+ruler.add_patterns([{"label": "PERSON", "pattern": "Ada Lovelace"}, {"label": "GPE", "pattern": "London"}])
+model.to_disk(sys.argv[2])
+gate = Gate.of(FilterOptions(pii="replace", pii_names=sys.argv[2]), (), 0)
+text = "Ada Lovelace (a@b.org) of London. " + "x " * 300_000 + "Ada Lovelace, " + "y" * 1_100_000
+[row] = gate.filter_rows([{"row": ('{"completion":"%s"}' % text).encode(), "problem": None}], 0)
+changed = row["row"].decode()
+print(changed[:60], changed.count("<PERSON>"), "Ada" in changed, len(changed) > 1_600_000, gate.identity()["presidio"])
+"""
+
+
+@pytest.mark.nightly  # installs 300 MB
+def test_presidio_finds_names(tmp_path: Path) -> None:
+    """Real Presidio and spaCy, with a model of rules, because no package index has spaCy's trained models."""
+    packages = tmp_path / "packages"
+    uv = environment.find_uv()
+    subprocess.run([uv, "pip", "install", "--quiet", "--target", packages, "presidio-analyzer"], check=True)
+    command = [sys.executable, "-c", NAMES, str(packages), str(tmp_path / "en_names")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=settings.PROJECT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert '{"completion":"<PERSON> (<EMAIL>) of <LOCATION>. x x' in done.stdout
+    assert re.search(r" 2 False True \['[0-9.]+'\]$", done.stdout.strip())
+
+
+def test_names_need_presidio_and_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"pii_names needs the package presidio-analyzer, .* Add presidio-analyzer to"):
+        Gate.of(FilterOptions(pii="drop", pii_names="en_core_web_lg"), (), 0)
+    has_presidio = {"presidio_analyzer": True}
+    monkeypatch.setattr(optional.importlib.util, "find_spec", has_presidio.get)
+    with pytest.raises(UserError, match="pii_names needs the package en_core_web_lg, which is not installed"):
+        Gate.of(FilterOptions(pii="drop", pii_names="en_core_web_lg"), (), 0)
 
 
 # ---------------------------------------------------------------- the table of the documentation

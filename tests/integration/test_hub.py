@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import openpyxl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -109,6 +111,14 @@ def as_arrow() -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def as_workbook() -> bytes:
+    book, sink = openpyxl.Workbook(), io.BytesIO()
+    for values in (ROWS[0].keys(), *(row.values() for row in ROWS)):
+        book.worksheets[0].append(list(values))
+    book.save(sink)
+    return sink.getvalue()
+
+
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
 CSV = "instruction,output\n" + "".join(f"{row['instruction']},{row['output']}\n" for row in ROWS)
 FORMATS = {
@@ -118,6 +128,7 @@ FORMATS = {
     "a.csv": CSV.encode(),
     "a.tsv.bz2": bz2.compress(CSV.replace(",", "\t").encode()),
     "a.arrow": as_arrow(),
+    "a.xlsx": as_workbook(),
 }
 
 

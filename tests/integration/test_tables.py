@@ -1,12 +1,13 @@
 """Test that a table of a data lake gives its current rows, whatever wrote, deleted, renamed or moved them."""
 
+import io
 import json
 import os
 import struct
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import deltalake
 import lancedb
@@ -542,7 +543,7 @@ def test_the_documented_table_of_tables_is_true(tmp_path: Path, s3: str) -> None
 # ---------------------------------------------------------------- Excel
 
 
-def workbook(path: str, sheets: dict[str, list[list[Any]]]) -> None:
+def workbook(path: str | IO[bytes], sheets: dict[str, list[list[Any]]]) -> None:
     book = openpyxl.Workbook()
     book.remove(book.worksheets[0])
     for name, rows in sheets.items():
@@ -552,10 +553,14 @@ def workbook(path: str, sheets: dict[str, list[list[Any]]]) -> None:
     book.save(path)
 
 
-def test_the_rows_of_a_workbook(tmp_path: Path) -> None:
-    name = str(tmp_path / "rows.xlsx")
+def test_the_rows_of_a_workbook(base: str) -> None:
+    name = f"{base}/rows.xlsx"
     rows = [["id", "prompt", "completion", None], [1, "a\nb", 2.5], [None, None], ["2", "é", True], [3, "x", "=1+1"]]
-    workbook(name, {"rows": [*rows, [4, "x", "y", "more"]], "empty": []})
+    content = io.BytesIO()
+    workbook(content, {"rows": [*rows, [4, "x", "y", "more"]], "empty": []})
+    filesystem, path = pa.fs.FileSystem.from_uri(name)
+    with filesystem.open_output_stream(path) as file:
+        file.write(content.getvalue())
     source = row_sources.find(name)
     [piece] = source.pieces
     found = list(file_formats.read(source.files.filesystem, piece, ()))

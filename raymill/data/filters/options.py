@@ -1,8 +1,8 @@
 """Options of the filters: the [preprocess.filters] table of settings.toml, and the command line."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from raymill import settings
 
@@ -45,3 +45,11 @@ class FilterOptions(settings.Section):
     """What to do with mail addresses and the like: keep them, replace them, for example by <EMAIL>, or drop the row."""
     pii_kinds: tuple[PIIKind, ...] = ("email", "phone", "card", "iban", "ip")
     """What `pii` looks for."""
+    pii_names: str = ""
+    """A spaCy model, as en_core_web_lg, with which Presidio also finds names of people and places for `pii`."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if self.pii_names and self.pii == "keep":
+            raise ValueError('pii_names needs pii = "replace" or "drop"')
+        return self
