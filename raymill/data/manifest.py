@@ -136,9 +136,9 @@ def print_summary(manifest: dict[str, Any], plan: ShardPlan) -> None:
 
 
 def _hash(found: InputFiles) -> str:
-    """Return a hash of what the files are, and for a table, of its columns and of which rows are deleted."""
+    """Return a hash of what the files are, for a table of its columns, and of which rows are left out."""
     listed = [file[:3] for file in found.files]
-    if found.version is not None:
+    if found.version is not None or any(file.deleted for file in found.files):
         details = [(file.values, file.deleted.hex()) for file in found.files]
         listed = [*listed, *details, found.table]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()

@@ -140,7 +140,12 @@ def _saved(found: InputFiles) -> InputFiles:
             f"{found.root}/{others[0]} is not data of {found.root}, and may choose among its rows; load the folder "
             "with datasets.load_from_disk, save the result of its flatten_indices(), and pass that --input."
         )
-    if found.name.rstrip("/").endswith(found.root) and (missing := sorted({*listed, *chosen} - names.keys())):
+    is_whole = found.name.rstrip("/").endswith(found.root)
+    if chosen and not is_whole:
+        raise UserError(
+            f"{found.root}/{chosen[0]} chooses among the rows of all files of {found.root}; pass the folder as --input."
+        )
+    if is_whole and (missing := sorted({*listed, *chosen} - names.keys())):
         raise UserError(
             f"{found.name} is incomplete: {missing[0]} is missing; copy it again, or pass the other files as a glob "
             "with --input."

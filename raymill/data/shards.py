@@ -122,6 +122,7 @@ def write(
     bad = documents.filter(pc.invert(good))
     rejected = _save_rejected(rows["row"].take(bad["row"]), bad["problem"], plan, number)
     name, used = f"part-{number:05d}.parquet", documents.filter(good)
+    trained = documents.filter(pc.and_not(good, held_out))
     partition = PartitionSummary(
         number=number,
         rows=read,
@@ -130,9 +131,11 @@ def write(
         dropped=dropped,
         changed=len(rows) - rows["as_read"].null_count,
         sources=_count_by_source(used, rows["source"]),
-        samples=samples.take(used, rows["source"].take(used["row"]).to_numpy(), tokenizer.tokenizer, plan.partitions),
+        samples=samples.take(
+            trained, rows["source"].take(trained["row"]).to_numpy(), tokenizer.tokenizer, plan.partitions
+        ),
         fast_documents=pc.sum(documents["is_fast"]).as_py() or 0,  # filters may have dropped all rows
-        train=_write_shard(documents.filter(pc.and_not(good, held_out)), plan, pad_id, f"train/{name}"),
+        train=_write_shard(trained, plan, pad_id, f"train/{name}"),
         eval=_write_shard(documents.filter(pc.and_(good, held_out)), plan, pad_id, f"eval/{name}"),
     )
     return pa.table({"summary": [partition.model_dump_json()]})

@@ -18,7 +18,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from raymill.data import file_formats, row_sources, rows
+from raymill.data import file_formats, manifest, row_sources, rows
 from raymill.errors import UserError
 
 ROWS = [
@@ -222,6 +222,13 @@ def test_an_old_saved_folder_has_only_the_rows_that_its_indices_choose(tmp_path:
     found = [row for row, _ in checked(with_indices(tmp_path, chosen))]
     assert found == [rows.checked(ROWS[at], row_sources.FORMATS)["row"] for at in sorted(chosen)]
     assert checked(with_indices(tmp_path, [])) == []
+    identities = set()
+    for numbers in ([1, 6], [2, 7]):
+        [source] = row_sources.find_all(with_indices(tmp_path, numbers), ())
+        identities.add(manifest._hash(source.files))
+    assert len(identities) == 2, "another choice is another data set"
+    with pytest.raises(UserError, match=r"indices\.arrow chooses among the rows of all files of .*; pass the folder"):
+        row_sources.find(f"{tmp_path}/data-*.arrow")
     for wrong in ([3, 3], [len(ROWS)]):
         with pytest.raises(
             UserError, match=r"indices\.arrow has rows that occur twice, or do not exist in .*flatten_ind"

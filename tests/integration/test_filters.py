@@ -30,6 +30,7 @@ from raymill.data.filters.gate import (
     NEAR_DUPLICATE,
     Drop,
     Gate,
+    RowComparer,
     content_hashes,
 )
 from raymill.data.filters.options import FilterOptions
@@ -344,6 +345,19 @@ def failing(example: Example) -> Example:
 
 def silent(example: Example) -> Example | None:
     return None if example else example
+
+
+def test_a_comparison_that_failed_does_not_find_nothing_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise MemoryError
+
+    comparer = RowComparer(0.8)
+    with monkeypatch.context() as patch:
+        patch.setattr(near_duplicates, "decide", fail)
+        with pytest.raises(MemoryError):
+            comparer.decide()
+    with pytest.raises(RuntimeError, match="has failed before"):
+        comparer.decide()
 
 
 def shouting(example: Example) -> Example:

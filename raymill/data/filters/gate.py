@@ -270,6 +270,7 @@ class RowComparer:
         self._signed: list[np.ndarray] = []
         self._held_out: dict[bytes, np.ndarray] = {}
         self._runs = 0
+        self._is_started = False
         self._decided: ObjectRef | None = None
 
     def add(self, source: int, hashes: np.ndarray, signed: np.ndarray, held_out: list[tuple[int, np.ndarray]]) -> None:
@@ -284,6 +285,9 @@ class RowComparer:
 
     def decide(self) -> ObjectRef:
         """Return a reference to a Decided. All rows must have been added."""
+        if self._is_started and self._decided is None:
+            raise RuntimeError("the comparison of all rows has failed before")  # its rows are gone
+        self._is_started = True
         self._decided = self._decided or ray.put(self._decide())
         return self._decided
 
