@@ -31,4 +31,5 @@ def main() -> None:
     unfinished.replace(arguments.file)
 
 
-main()
+if __name__ == "__main__":
+    main()

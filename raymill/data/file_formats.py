@@ -29,7 +29,7 @@ from raymill.errors import UserError
 BATCH_ROWS = 128  # rows decoded at once; few, because rows can be long
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 COMPRESSED_SHARE = 4  # text shrinks about fourfold
-MEASURED_BYTES, MEASURED_FILES = 2**23, 8  # of text, to see how far it shrinks
+MEASURED_FILES, MEASURED_BYTES, MAX_MEASURED_BYTES = 8, 2**23, 2**28  # of text, to see how far it shrinks
 BUFFER_BYTES = 2**20  # of the content of a file
 JSON_CHARACTERS = 2**20  # read at once
 MAX_JSON_CHARACTERS = 2**28  # in one row; without a limit, a damaged row would read the rest of the file into memory
@@ -99,7 +99,7 @@ def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...]) -> Iter
 def text_size(filesystem: FileSystem, found: list[InputFile]) -> int:
     """Return about how many bytes of text files contain. Of some compressed files, the beginning is read."""
     compressed = [file for file in found if PurePosixPath(file.path).suffix in COMPRESSIONS]
-    sample = compressed[:: max(1, len(compressed) // MEASURED_FILES)]
+    sample = compressed[:: max(1, -(-len(compressed) // MEASURED_FILES))]
     measured = np.array([_measured(filesystem, file.path) for file in sample]).reshape(-1, 2).sum(0)
     share = measured[0] / measured[1] if len(sample) else 0.0
     return sum(
@@ -111,8 +111,12 @@ def text_size(filesystem: FileSystem, found: list[InputFile]) -> int:
 def _measured(filesystem: FileSystem, path: str) -> tuple[int, int]:
     """Return how many bytes of text how many bytes at the beginning of a compressed file stand for."""
     with filesystem.open_input_file(path) as file, contextlib.suppress(_BrokenFile, pa.ArrowInvalid):
-        text = _Decompressed(file, COMPRESSIONS[PurePosixPath(path).suffix])
-        length = len(io.BufferedReader(text, BUFFER_BYTES).read(MEASURED_BYTES))
+        text, length = io.BufferedReader(_Decompressed(file, COMPRESSIONS[PurePosixPath(path).suffix]), BUFFER_BYTES), 0
+        # pyarrow reads ahead, so little text that shrinks a lot would count too many bytes of the file
+        while length < MEASURED_BYTES or (file.tell() < BUFFER_BYTES and length < MAX_MEASURED_BYTES):
+            if not (part := text.read(BUFFER_BYTES)):
+                break
+            length += len(part)
         return length, max(1, file.tell())
     return COMPRESSED_SHARE, 1
 

@@ -131,7 +131,7 @@ def draw(folder: str, console: Console) -> None:
     try:
         filesystem, path = FileSystem.from_uri(folder)
         manifest = json.loads(_read(filesystem, f"{path}/{MANIFEST}"))
-        found = Samples.model_validate_json(_read(filesystem, f"{path}/{samples.FILE}"))
+        found = _samples(filesystem, f"{path}/{samples.FILE}")
         left_out = [*_dropped(filesystem, path), *_rejected(filesystem, path)]
     except FileNotFoundError as error:
         raise UserError(
@@ -139,12 +139,20 @@ def draw(folder: str, console: Console) -> None:
             "--folder."
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} cannot be read ({error}). Make it again with {inv('submit preprocess')}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{folder} cannot be read ({reason}). Pass another --folder.") from None
     report = DataReport(manifest["content_hash"][:12], [], manifest)
     FILE.parent.mkdir(exist_ok=True)
     FILE.write_text(page(folder, report, found, left_out), encoding="utf-8")
     console.print(_table(report.splits))
     console.print(f"documents, languages and rows left out: {FILE}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _samples(filesystem: FileSystem, path: str) -> Samples:
+    if filesystem.get_file_info(path).is_file:
+        return Samples.model_validate_json(_read(filesystem, path))
+    print("note: an older version made this data set, so the page shows no documents; another --output gets them")
+    return Samples()
 
 
 def page(folder: str, report: DataReport, found: Samples, left_out: list[LeftOut]) -> str:
@@ -224,9 +232,12 @@ def _dropped(filesystem: FileSystem, folder: str) -> Iterator[LeftOut]:
 def _rejected(filesystem: FileSystem, folder: str) -> Iterator[LeftOut]:
     """Yield the bad rows."""
     for path in _files(filesystem, f"{folder}/rejected"):
+        shown = Counter[str]()
         for line in _read(filesystem, path).splitlines():
             row = json.loads(line)
-            yield LeftOut(row["problem"], "", "", row["row"])
+            shown[row["problem"]] += 1
+            if shown[row["problem"]] <= ROWS_SHOWN:
+                yield LeftOut(row["problem"], "", "", row["row"][:ROW_CHARACTERS])
 
 
 def _files(filesystem: FileSystem, folder: str) -> list[str]:

@@ -130,11 +130,18 @@ def _saved(found: InputFiles) -> InputFiles:
         return found
     with found.filesystem.open_input_file(state) as file:
         content = json.load(file)
-    listed, chosen = ([one["filename"] for one in content.get(key) or ()] for key in SAVED_FILES)
+    entries = [content.get(key) or [] for key in SAVED_FILES]
+    listed, chosen = ([one["filename"] for one in some] for some in entries)
     if not listed:  # the state of another program
         return found
+    if parts := [one["filename"] for some in entries for one in some if one.get("skip") or one.get("take") is not None]:
+        raise UserError(
+            f"{found.root} uses only a part of {parts[0]}; load the folder with datasets.load_from_disk, save "
+            "the result of its flatten_indices(), and pass that --input."
+        )
     # the library's `map` and `filter` store their results beside the data
-    names = {PurePosixPath(file.path).name: file for file in found.files if CACHE not in file.path}
+    names = {PurePosixPath(file.path).name: file for file in found.files}
+    names = {name: file for name, file in names.items() if CACHE not in file.path or name in {*listed, *chosen}}
     if others := sorted(names.keys() - {*listed, *chosen}):
         raise UserError(
             f"{found.root}/{others[0]} is not data of {found.root}, and may choose among its rows; load the folder "
@@ -162,14 +169,19 @@ def _only_chosen(data: list[InputFile], indices: list[InputFile], filesystem: Fi
     Raises:
         UserError: a number occurs twice, or is too large.
     """
-    numbers = [batch["indices"].to_numpy() for file in indices for batch in read_arrow(filesystem, file.path)]
+    numbers = [
+        batch.column(0).to_numpy(zero_copy_only=False).astype(np.uint64)
+        for file in indices
+        for batch in read_arrow(filesystem, file.path)
+    ]
     rows = [sum(map(len, read_arrow(filesystem, file.path))) for file in data]
-    counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *numbers]).astype(np.int64), minlength=sum(rows))
-    if counts.max(initial=0) > 1 or len(counts) > sum(rows):
+    wanted = np.concatenate([np.zeros(0, np.uint64), *numbers])
+    if len(np.unique(wanted)) < len(wanted) or wanted.max(initial=0) >= max(1, sum(rows)):
         raise UserError(
-            f"{indices[0].path} has rows that occur twice, or do not exist in {data[0].path}; load the folder with "
+            f"{indices[0].path} chooses rows twice, or rows that do not exist; load the folder with "
             "datasets.load_from_disk, save the result of its flatten_indices(), and pass that --input."
         )
+    counts = np.bincount(wanted.astype(np.int64), minlength=sum(rows))
     bounds = np.cumsum([0, *rows])
     return [
         file._replace(deleted=files.deleted_rows(counts[start:stop] == 0))

@@ -93,8 +93,20 @@ def test_a_folder_without_a_data_set_is_one_sentence(folder: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"holds no complete data set .*Make one with inv submit preprocess"):
         report.draw(str(tmp_path), Console())
     (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"cannot be read .*Make it again"):
+    with pytest.raises(UserError, match=r"cannot be read .*Pass another --folder"):
         report.draw(str(tmp_path), Console())
     (tmp_path / "manifest.json").write_bytes((folder / "manifest.json").read_bytes())
-    with pytest.raises(UserError, match=r"holds no complete data set .*documents\.json"):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / samples.FILE).write_text("{")
+    with pytest.raises(UserError, match=r"cannot be read .*Pass another --folder") as caught:
         report.draw(str(tmp_path), Console())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_of_an_older_version_has_a_page_without_documents(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "manifest.json").write_bytes((folder / "manifest.json").read_bytes())
+    page = drawn(tmp_path, monkeypatch, tmp_path)
+    assert "so the page shows no documents" in capsys.readouterr().out
+    assert "35 rows were read" in page

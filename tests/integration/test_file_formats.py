@@ -229,9 +229,9 @@ def test_an_old_saved_folder_has_only_the_rows_that_its_indices_choose(tmp_path:
     assert len(identities) == 2, "another choice is another data set"
     with pytest.raises(UserError, match=r"indices\.arrow chooses among the rows of all files of .*; pass the folder"):
         row_sources.find(f"{tmp_path}/data-*.arrow")
-    for wrong in ([3, 3], [len(ROWS)]):
+    for wrong in ([3, 3], [len(ROWS)], [10**13], [2**63 + 5]):
         with pytest.raises(
-            UserError, match=r"indices\.arrow has rows that occur twice, or do not exist in .*flatten_ind"
+            UserError, match=r"indices\.arrow chooses rows twice, or rows that do not exist; .*flatten_ind"
         ):
             row_sources.find(with_indices(tmp_path, wrong))
     folder = with_indices(tmp_path, chosen)
@@ -244,6 +244,12 @@ def test_an_old_saved_folder_has_only_the_rows_that_its_indices_choose(tmp_path:
         row_sources.find(folder)
 
 
+def test_little_text_that_shrinks_a_lot_is_measured_whole(tmp_path: Path) -> None:
+    content = as_jsonl([{"completion": "same " * 400}]) * 20_000
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    assert row_sources.find(f"{tmp_path}/a.jsonl.gz").text_size == pytest.approx(len(content), rel=0.05)
+
+
 @pytest.mark.parametrize("alike", [False, True])
 def test_partitions_are_planned_by_the_text_in_compressed_files(tmp_path: Path, alike: bool) -> None:
     rng = random.Random(0)
@@ -254,6 +260,16 @@ def test_partitions_are_planned_by_the_text_in_compressed_files(tmp_path: Path, 
         found = row_sources.find(f"{tmp_path}/{name}").text_size
         assert found == pytest.approx(len(content), rel=0.05)
     assert row_sources.find(f"{tmp_path}/*.jsonl.*").text_size == pytest.approx(2 * len(content), rel=0.1)
+
+
+def test_an_old_saved_folder_may_name_cache_files_but_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "cache-0123.arrow").write_bytes(FILES["stream.arrow"])
+    entry: dict[str, Any] = {"filename": "cache-0123.arrow"}
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [entry]}))
+    assert len(checked(str(tmp_path))) == len(ROWS)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [entry | {"skip": 0, "take": 2}]}))
+    with pytest.raises(UserError, match=r"uses only a part of cache-0123\.arrow; .*flatten_indices"):
+        row_sources.find(str(tmp_path))
 
 
 def test_arrow_files_beside_the_state_of_another_program_are_read(tmp_path: Path) -> None:

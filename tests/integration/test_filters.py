@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from jobs import preprocess
 from raymill import environment, optional, settings
 from raymill.data import row_sources
 from raymill.data.examples import Completion, Conversation, Example, to_json
-from raymill.data.filters import contamination, language, near_duplicates, pii, rules, texts, word_runs
+from raymill.data.filters import contamination, language, names, near_duplicates, pii, rules, texts, word_runs
 from raymill.data.filters.contamination import Questions
 from raymill.data.filters.gate import (
     CONTAMINATED,
@@ -358,6 +359,23 @@ def test_a_comparison_that_failed_does_not_find_nothing_the_next_time(monkeypatc
             comparer.decide()
     with pytest.raises(RuntimeError, match="has failed before"):
         comparer.decide()
+
+
+def test_keys_that_become_the_same_placeholder_keep_their_values() -> None:
+    changed = texts.replace_all(
+        {"a@b.org": 1, "c@d.org": 2, "x": {"e@f.org": 3}}, lambda text: pii.replace(text, ["email"])
+    )
+    assert changed == {"<EMAIL>": 1, "<EMAIL> 2": 2, "x": {"<EMAIL>": 3}}
+
+
+def test_overlapping_names_leave_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        SimpleNamespace(start=0, end=10, entity_type="PERSON"),
+        SimpleNamespace(start=5, end=15, entity_type="LOCATION"),
+    ]
+    analyzer = SimpleNamespace(analyze=lambda *arguments, **options: found)
+    monkeypatch.setattr(names, "_analyzer", lambda model: analyzer)
+    assert names.replace("John Paris Texas is here", "en_x") == "<PERSON>s is here"
 
 
 def shouting(example: Example) -> Example:

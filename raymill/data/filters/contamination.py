@@ -25,7 +25,7 @@ def read_questions(names: Iterable[str], size: int) -> np.ndarray:
         UserError: a set cannot be read, or contains no text.
     """
     found, least = [], min(size, MIN_WORDS)
-    for name in map(settings.resolve, names):
+    for name in dict.fromkeys(map(settings.resolve, names)):  # a set named twice would have all its words in two rows
         of_set = [of_parts(list(_texts(row)), size) for row in _rows(name)]
         if not any(map(len, of_set)):
             raise UserError(

@@ -40,11 +40,15 @@ def replace(text: str, model: str) -> str:
 
 def _replace(piece: str, model: str) -> str:
     found = _analyzer(model).analyze(piece, language=_language(model), entities=list(PLACEHOLDERS))
-    stop = len(piece)
-    for one in sorted(found, key=lambda one: (one.start, one.end), reverse=True):
-        if one.end <= stop:  # otherwise it overlaps with one that was replaced
-            piece = f"{piece[: one.start]}{PLACEHOLDERS[one.entity_type]}{piece[one.end :]}"
-            stop = one.start
+    spans: list[tuple[int, int, str]] = []
+    for one in sorted(found, key=lambda one: (one.start, -one.end)):
+        if spans and one.start < spans[-1][1]:  # overlapping finds are one
+            start, stop, name = spans.pop()
+            spans.append((start, max(stop, one.end), name))
+        else:
+            spans.append((one.start, one.end, PLACEHOLDERS[one.entity_type]))
+    for start, stop, name in reversed(spans):
+        piece = f"{piece[:start]}{name}{piece[stop:]}"
     return piece
 
 

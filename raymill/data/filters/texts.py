@@ -47,7 +47,14 @@ def replace_all(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {change(key): replace_all(item, change) for key, item in value.items()}
+        changed: dict[str, Any] = {}
+        for key, item in value.items():
+            name, number = change(key), 1
+            while name in changed:  # two addresses become one placeholder
+                number += 1
+                name = f"{change(key)} {number}"
+            changed[name] = replace_all(item, change)
+        return changed
     return [replace_all(item, change) for item in value] if isinstance(value, list) else value
 
 
