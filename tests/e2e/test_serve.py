@@ -1543,7 +1543,7 @@ def test_own_checks_reject_requests_and_own_loggers_get_them(client: openai.Open
     with pytest.raises(openai.PermissionDeniedError, match="owner may not say this to tiny") as refused:
         ask(client, user(FORBIDDEN))
     assert refused.value.code == "word"
-    assert "owner 403 0" in NOTES.read_text().splitlines()
+    wait_for(lambda: "owner 403 0" in NOTES.read_text().splitlines(), 10, "the record of the refused request")
     ask(client, user(QUESTIONS[0]))
     wait_for(lambda: re.search(r"owner 200 [1-9]", NOTES.read_text()), 10, "the record")
 
