@@ -3,6 +3,7 @@
 lm-eval runs in an environment of its own, which uv creates, so its packages do not have to fit the project's.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -28,6 +29,7 @@ from raymill.training.options import DDPOptions
 
 LM_EVAL = "lm-eval[api]==0.4.13"
 CONCURRENT = 16
+MAX_NAME = 60  # characters of a file's name that list tasks
 RESULTS = settings.PROJECT / "results" / "lm-eval"
 REASONS = {
     "Status code: 429": "the key's rate limit is exceeded. Raise it, then try again: "
@@ -92,9 +94,14 @@ def write_questions(request: Request, results: Path = RESULTS) -> Path:
     """Write the rows that the tasks ask about to a file in `results`, for [preprocess.filters]. Return its path.
 
     Raises:
-        UserError: lm-eval does not know a task, or cannot load its data set.
+        UserError: lm-eval does not know a task, or cannot load its data set, or `request` names a model.
     """
-    file = results / "questions" / f"{request.tasks.replace('/', '_')}.jsonl"
+    if request.model or request.completions:
+        raise UserError("--write-questions asks no model; leave out --model and --completions.")
+    name = request.tasks.replace("/", "_")
+    if len(name) > MAX_NAME:  # file systems allow 255 bytes
+        name = f"{name[:MAX_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    file = results / "questions" / f"{name}.jsonl"
     script = Path(__file__).with_name("lm_eval_questions.py")
     log = results / "questions" / "log.txt"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -18,16 +18,15 @@ def main() -> None:
     from lm_eval.tasks import TaskManager  # type: ignore[missing-import]
 
     found = TaskManager(include_path=arguments.include_path).load(arguments.tasks.split(","))["tasks"]
+    lines: dict[str, None] = {}  # each row once, although several tasks may ask about it
+    for name, task in found.items():
+        # whole rows: prompts differ from one evaluation to another, but their questions do not
+        rows = task.eval_docs
+        lines.update(dict.fromkeys(f"{json.dumps(dict(row), default=str)}\n" for row in rows))
+        print(f"{name}: {len(rows):,} questions", flush=True)
     arguments.file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = arguments.file.with_suffix(".unfinished")
-    lines: dict[str, None] = {}  # each row once, although several tasks may ask about it
-    with unfinished.open("w", encoding="utf-8") as file:
-        for name, task in found.items():
-            # whole rows: prompts differ from one evaluation to another, but their questions do not
-            rows = task.eval_docs
-            lines.update(dict.fromkeys(f"{json.dumps(dict(row), default=str)}\n" for row in rows))
-            print(f"{name}: {len(rows):,} questions", flush=True)
-        file.writelines(lines)
+    unfinished.write_text("".join(lines), encoding="utf-8")
     unfinished.replace(arguments.file)
 
 

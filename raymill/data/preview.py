@@ -29,7 +29,7 @@ def show(source: RowSource, tokenizer: DocumentTokenizer, examples: int, gate: G
     """
     head = row_sources.head(source, max(examples, HEAD_ROWS))
     if gate:
-        head = head._replace(rows=gate.filter_rows(head.rows, 0))
+        head = head._replace(rows=gate.filter_head(head.rows))
     _show_rows(head, source)
     _show_documents(head.rows, examples, tokenizer)
 

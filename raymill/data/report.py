@@ -187,7 +187,8 @@ def languages(found: Sequence[Sample]) -> Cells:
 
 
 def _settings(manifest: dict[str, Any]) -> Cells:
-    filters, defaults = manifest.get("filters") or {}, FilterOptions().model_dump(mode="json")
+    filters = manifest.get("filters") or {}
+    defaults = FilterOptions().model_dump(mode="json") | {"user_filters": []}
     shown = {
         "model": manifest["tokenizer"]["model"],
         "tokens in a row": f"{manifest['sequence_length']:,}",

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from invoke import Context, Exit
 from preprocess_job import options, write_rows
 from rich.console import Console
 
@@ -64,6 +66,16 @@ def test_the_page_shows_documents_lengths_languages_and_rows_left_out(
     shortest, longest = page.index("The shortest documents"), page.index("The longest documents")
     assert LONG[:200] in page[longest:]
     assert LONG[:200] not in page[shortest:longest]
+
+
+def test_the_verb_draws_the_page_of_a_folder(
+    folder: Path, tmp_path: Path, tasks: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "FILE", tmp_path / "results" / "data.html")
+    tasks.data(Context(), folder=str(folder))
+    assert "<mark>Der schnelle braune Fuchs" in report.FILE.read_text(encoding="utf-8")
+    with pytest.raises(Exit, match=r"error: .*/absent holds no complete data set"):
+        tasks.data(Context(), folder="absent")
 
 
 def test_foreign_text_is_escaped_and_personal_data_is_not_shown(

@@ -36,6 +36,7 @@ from raymill.data.filters.gate import (
 )
 from raymill.data.filters.options import FilterOptions
 from raymill.data.options import PreprocessOptions
+from raymill.data.shuffle import is_held_out
 from raymill.errors import UserError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import it, as with a job's script
@@ -362,9 +363,10 @@ def test_a_comparison_that_failed_does_not_find_nothing_the_next_time(monkeypatc
 
 
 def test_keys_that_become_the_same_placeholder_keep_their_values() -> None:
-    changed = texts.replace_all(
-        {"a@b.org": 1, "c@d.org": 2, "x": {"e@f.org": 3}}, lambda text: pii.replace(text, ["email"])
-    )
+    def clean(text: str) -> str:
+        return pii.replace(text, ["email"])
+
+    changed = texts.replace_all({"a@b.org": 1, "c@d.org": 2, "x": {"e@f.org": 3}}, clean, clean)
     assert changed == {"<EMAIL>": 1, "<EMAIL> 2": 2, "x": {"<EMAIL>": 3}}
 
 
@@ -517,6 +519,53 @@ def test_only_the_chosen_kinds_are_replaced_and_all_texts_of_a_row() -> None:
     assert made["id"] == "call_a@b.org", "the answer to the call refers to it"
 
 
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        (r'{"note": "call\n+49 30 1234567", "to": "a\u0040b.org"}', '{"note": "call\\n<PHONE>", "to": "<EMAIL>"}'),
+        (r' ["x\n+49 30 1234567"]', '["x\\n<PHONE>"]'),
+        (r'{"a":1,   "b": "\u00e9"}', r'{"a":1,   "b": "\u00e9"}'),
+        (
+            '{"card": 4111111111111111, "n": 4111111111111112, "is": true}',
+            '{"card": "<CARD>", "n": 4111111111111112, "is": true}',
+        ),
+        ("{a@b.org", "{<EMAIL>"),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_personal_data_in_a_text_that_is_json_is_replaced(text: str, clean: str) -> None:
+    """As in arguments of calls and answers of tools, whose escapes hide what follows from the patterns."""
+    call = {"function": {"name": "send", "arguments": text}}
+    example = Conversation([{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": text}])
+    changed = texts.replace(example, lambda one: pii.replace(one, tuple(pii.PATTERNS)))
+    assert isinstance(changed, Conversation)
+    assert changed.messages[0]["tool_calls"][0]["function"]["arguments"] == clean
+    assert changed.messages[1]["content"] == clean
+
+
+def test_tools_and_their_calls_keep_their_names() -> None:
+    """Names of people are found by what stands around them, so one place could change, and another not."""
+    tools = [{"function": {"name": "Ada", "parameters": {"properties": {"Ada": {}}, "required": ["Ada"]}}}]
+    call = {"function": {"name": "Ada", "arguments": {"Ada": "Ada"}}}
+    example = Conversation([{"role": "assistant", "tool_calls": [call]}], tools)
+    changed = texts.replace(example, lambda text: text.replace("Ada", "<PERSON>"), str)
+    assert isinstance(changed, Conversation)
+    assert changed.tools == tools
+    assert changed.messages[0]["tool_calls"] == [{"function": {"name": "Ada", "arguments": {"Ada": "<PERSON>"}}}]
+
+
+def test_the_first_rows_show_what_an_evaluation_set_contains(tmp_path: Path) -> None:
+    question = " ".join(f"word{number}" for number in range(20))
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"text": question}) + "\n")
+    rows = [{"row": to_json(Completion("", f"{question} {end}")), "problem": None} for end in range(40)]
+    gate = Gate.of(FilterOptions(decontaminate=(str(tmp_path / "questions.jsonl"),)), (), 0.5)
+    assert gate
+    dropped = [row["dropped"] for row in gate.filter_head(rows)]
+    held_out = [is_held_out(row["row"], 0.5) for row in rows]
+    assert dropped == [None if one else CONTAMINATED for one in held_out]
+    assert len(set(dropped)) == 2
+
+
 def test_the_language_of_a_whole_text_is_recognized_without_a_download() -> None:
     english = "The weather was fine, so we walked along the river until it was dark. "
     german = "Das Wetter war sch\u00f6n, also gingen wir am Fluss entlang, bis es dunkel war. "
@@ -613,7 +662,16 @@ def test_bad_rows_are_saved_without_personal_data() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"near_duplicates": 2}, {"pii": "hide"}, {"rules": ["c5"]}, {"max_word": 3}, {"pii_names": "x"}]
+    "bad",
+    [
+        {"near_duplicates": 2},
+        {"pii": "hide"},
+        {"rules": ["c5"]},
+        {"max_word": 3},
+        {"pii_names": "x"},
+        {"languages": ["english"]},
+        {"languages": ["EN"]},
+    ],
 )
 def test_wrong_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"1 validation error"):
@@ -630,8 +688,16 @@ from raymill.data.filters.options import FilterOptions
 model = spacy.blank("en")
 ruler = model.add_pipe("entity_ruler")
 ruler.add_patterns([{"label": "PERSON", "pattern": "Ada Lovelace"}, {"label": "GPE", "pattern": "London"}])
-model.to_disk(sys.argv[2])
-gate = Gate.of(FilterOptions(pii="replace", pii_names=sys.argv[2]), (), 0)
+packages = Path(sys.argv[1])
+model.to_disk(packages / "en_names")
+(packages / "en_names" / "__init__.py").write_text('''
+from spacy.util import load_model_from_path
+def load(**options):
+    return load_model_from_path(__import__("pathlib").Path(__file__).parent, **options)
+''')
+(packages / "en_names-1.2.3.dist-info").mkdir()
+(packages / "en_names-1.2.3.dist-info" / "METADATA").write_text("Name: en_names\\nVersion: 1.2.3\\n")
+gate = Gate.of(FilterOptions(pii="replace", pii_names="en_names"), (), 0)
 text = "Ada Lovelace (a@b.org) of London. " + "x " * 300_000 + "Ada Lovelace, " + "y" * 1_100_000
 [row] = gate.filter_rows([{"row": ('{"completion":"%s"}' % text).encode(), "problem": None}], 0)
 changed = row["row"].decode()
@@ -645,11 +711,11 @@ def test_presidio_finds_names(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     uv = environment.find_uv()
     subprocess.run([uv, "pip", "install", "--quiet", "--target", packages, "presidio-analyzer"], check=True)
-    command = [sys.executable, "-c", NAMES, str(packages), str(tmp_path / "en_names")]
+    command = [sys.executable, "-c", NAMES, str(packages)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=settings.PROJECT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert '{"completion":"<PERSON> (<EMAIL>) of <LOCATION>. x x' in done.stdout
-    assert re.search(r" 2 False True \['[0-9.]+'\]$", done.stdout.strip())
+    assert re.search(r" 2 False True \['[0-9.]+', '1.2.3'\]$", done.stdout.strip())
 
 
 def test_names_need_presidio_and_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,11 @@ test "$2" = -P && test -f "$3" && echo '{"question": "q"}' > "$5"
     assert file.read_text() == '{"question": "q"}\n'
     assert (tmp_path / "uv.called").read_text().endswith(f"evals/greets.yaml {file} --include_path evals\n")
     assert f'decontaminate = ["{file}"]' in capfd.readouterr().out
+    many = lm_eval.write_questions(lm_eval.Request(",".join(f"task{n}" for n in range(100))), tmp_path / "results")
+    assert many.name.startswith("task0,task1,")
+    assert len(many.name) < 100
+    with pytest.raises(UserError, match=r"--write-questions asks no model"):
+        lm_eval.write_questions(lm_eval.Request("greets", completions=True), tmp_path / "results")
     uv.write_text(UV)
     with pytest.raises(UserError, match=r"rate limit"):
         lm_eval.write_questions(request, tmp_path / "results")

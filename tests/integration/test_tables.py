@@ -1,11 +1,15 @@
 """Test that a table of a data lake gives its current rows, whatever wrote, deleted, renamed or moved them."""
 
+import contextlib
+import http.server
 import io
 import json
 import os
 import struct
+import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,15 +19,18 @@ import openpyxl
 import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
+import pyiceberg.catalog
 import pyroaring
 import pytest
 from pyiceberg import manifest as iceberg_manifest
 from pyiceberg.catalog.memory import InMemoryCatalog
+from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.serializers import ToOutputFile
 from pyiceberg.table import StaticTable
 from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.typedef import Record
+from pyiceberg.utils.config import Config
 
 from raymill import optional, settings
 from raymill.data import file_formats, manifest, row_sources
@@ -309,6 +316,70 @@ def test_an_iceberg_table_gives_its_live_rows(catalog: InMemoryCatalog) -> None:
     assert set(read(table.metadata_location)[0]) == {"id", "messages", "part"}
     with pytest.raises(UserError, match=r"only the catalog of .* knows .* perhaps .*metadata.json"):
         read(table.location())
+
+
+@pytest.mark.parametrize("kind", ["sql", "rest"])
+def test_a_table_is_found_by_its_name_in_a_catalog(
+    kind: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name is all that a project has: its catalog says where the current metadata is, after each change."""
+    properties = {"uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": base} | STORAGE | iceberg_storage()
+    table = iceberg_table(_with_namespace(SqlCatalog("shop", **properties)))
+    with contextlib.ExitStack() as stack:
+        if kind == "rest":
+            properties = {"uri": stack.enter_context(rest_catalog(table))}
+        for name, value in {**properties, "type": kind}.items():
+            monkeypatch.setenv(f"PYICEBERG_CATALOG__SHOP__{name.upper().replace('-', '_').replace('.', '__')}", value)
+        monkeypatch.setattr(pyiceberg.catalog, "_ENV_CONFIG", Config())  # read at the import
+        assert as_text(read("iceberg://shop/ns.table")) == as_text(iceberg_rows(table))
+        table.delete("id = 5")
+        assert len(read("iceberg://shop/ns.table")) == 38
+        first = table.snapshots()[0].snapshot_id
+        assert len(read(f"iceberg://shop/ns.table@version={first}")) == 20
+        with pytest.raises(UserError, match=r"iceberg://shop/ns.other cannot be read \(.*describe the catalog in"):
+            read("iceberg://shop/ns.other")
+    with pytest.raises(UserError, match=r"iceberg://absent/ns.table cannot be read \(.*describe the catalog in"):
+        read("iceberg://absent/ns.table")
+
+
+def _with_namespace(made: Any) -> Any:
+    made.create_namespace("ns")
+    return made
+
+
+@contextlib.contextmanager
+def rest_catalog(table: Any) -> Iterator[str]:
+    """Yield the URL of a catalog that answers as the REST specification says, and knows this table as ns.table."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path.split("?")[0]
+            if found == "/v1/config":
+                self._answer(200, {"defaults": {}, "overrides": {}})
+            elif found == "/v1/namespaces/ns/tables/table":
+                metadata = json.loads(table.metadata.model_dump_json())
+                self._answer(200, {"metadata-location": table.metadata_location, "metadata": metadata, "config": {}})
+            else:
+                missing = {"message": "Table does not exist", "type": "NoSuchTableException", "code": 404}
+                self._answer(404, {"error": missing})
+
+        def _answer(self, status: int, content: dict[str, Any]) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def delete_by_positions(

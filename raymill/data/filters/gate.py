@@ -129,18 +129,32 @@ class Gate:
             self._compare([row for row, _ in kept], [example for _, example in kept], source)
         return [row for row, _ in screened]
 
+    def filter_head(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the first rows of a source as `filter_rows` does, and drop those that an evaluation set contains."""
+        return [
+            row | {"dropped": CONTAMINATED} if row["contaminated"] and not self._is_held_out(row) else row
+            for row in self.filter_rows(found, 0)
+        ]
+
+    def _is_held_out(self, row: dict[str, Any]) -> bool:
+        return is_held_out(row["as_read"] or row["row"], self.eval_share)
+
     def _bad(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a bad row without personal data, because it is saved. Nothing is left of one that is not JSON."""
         if self.options.pii != "keep":
             try:
-                clean = json.dumps(texts.replace_all(json.loads(row["row"]), self._without_pii)).encode()
+                value = json.loads(row["row"])
+                clean = json.dumps(texts.replace_all(value, self._without_pii, self._without_pii)).encode()
             except (ValueError, RecursionError):
                 clean = b""
             row = row | {"row": clean, "problem": self._without_pii(row["problem"])}
         return row | {"as_read": None, "dropped": None, "contaminated": False}
 
+    def _without_forms(self, text: str) -> str:
+        return pii.replace(text, self.options.pii_kinds)
+
     def _without_pii(self, text: str) -> str:
-        clean = pii.replace(text, self.options.pii_kinds)
+        clean = self._without_forms(text)
         return names.replace(clean, self.options.pii_names) if self.options.pii_names else clean
 
     def _filter_row(self, row: dict[str, Any]) -> tuple[dict[str, Any], Example | None]:
@@ -159,7 +173,7 @@ class Gate:
     def _filtered(self, example: Example) -> tuple[Example, str | None]:
         """Return the example without what filters remove from it, and why it is dropped, or None."""
         if self.options.pii != "keep":
-            clean = texts.replace(example, self._without_pii)
+            clean = texts.replace(example, self._without_pii, self._without_forms)
             if clean != example:
                 example = clean
                 if self.options.pii == "drop":

@@ -2,8 +2,7 @@
 
 import functools
 import re
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any
 
 from raymill import optional
@@ -15,22 +14,18 @@ PIECE = re.compile(r"(?s).{1,100000}(?:(?<=\s)|$)|.{1,100000}")
 
 
 def check(model: str) -> None:
-    """Check that Presidio and a spaCy model, a package or a folder, are installed: Presidio would download the model.
+    """Check that Presidio and the package of a spaCy model are installed: Presidio would download the model.
 
     Raises:
         UserError: one of them is not installed.
     """
     optional.check(("presidio_analyzer",), PACKAGE, "pii_names needs")
-    if not Path(model).exists():
-        optional.check((model,), model, "pii_names needs")
+    optional.check((model,), model, "pii_names needs")
 
 
 def versions(model: str) -> list[str]:
-    """Return the versions of Presidio and of the model. A folder has none."""
-    try:
-        return [version(PACKAGE), version(model)]
-    except PackageNotFoundError:
-        return [version(PACKAGE)]
+    """Return the versions of Presidio and of the model."""
+    return [version(PACKAGE), version(model)]
 
 
 def replace(text: str, model: str) -> str:
@@ -64,4 +59,4 @@ def _analyzer(model: str) -> Any:
 
 def _language(model: str) -> str:
     """Return the language of a model, with which spaCy's names begin, as in en_core_web_lg."""
-    return Path(model).name[:2]
+    return model[:2]

@@ -1,6 +1,6 @@
 """Options of the filters: the [preprocess.filters] table of settings.toml, and the command line."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -9,6 +9,7 @@ from raymill import settings
 Scope = Literal["turns", "answers", "all"]
 Rules = Literal["gopher", "gopher_repetition", "fineweb"]
 PII = Literal["keep", "replace", "drop"]
+LanguageCode = Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]
 PIIKind = Literal["email", "phone", "card", "iban", "ip"]
 
 
@@ -28,7 +29,7 @@ class FilterOptions(settings.Section):
     """Also drop training rows that share a run of words with a row that is held out for evaluation."""
     decontaminate_words: PositiveInt = 13
     """Number of words in such a run."""
-    languages: tuple[str, ...] = ()
+    languages: tuple[LanguageCode, ...] = ()
     """Languages to keep, as en or de. Texts too short to tell are kept."""
     language_score: float = Field(0.5, ge=0, le=1)
     """A row is dropped only if its language is recognized with at least this probability."""
@@ -46,7 +47,7 @@ class FilterOptions(settings.Section):
     pii_kinds: tuple[PIIKind, ...] = ("email", "phone", "card", "iban", "ip")
     """What `pii` looks for."""
     pii_names: str = ""
-    """A spaCy model, as en_core_web_lg, with which Presidio also finds names of people and places for `pii`."""
+    """A package with a spaCy model, as en_core_web_lg, with which Presidio also finds names of people and places."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
