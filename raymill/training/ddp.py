@@ -23,7 +23,7 @@ class DDP(Strategy):
     def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
         self.module = runtime.wrap(model)
-        self.optimizer = self.make_optimizer(model, options)
+        self._use_optimizer(model, options)
         self._is_writer = runtime.rank == 0
         self._max_grad_norm = options.max_grad_norm
         self._bf16 = options.precision == "bf16"

@@ -84,7 +84,7 @@ class ZeRO(Strategy):
     def __init__(self, model: PreTrainedModel, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
         self.copies_state = not options.offload_optimizer  # main memory may have no room for a copy of offloaded states
-        self.optimizer = self.make_optimizer(model, options)
+        self._use_optimizer(model, options)
         self.module = self._engine = _initialize(model, self.optimizer, config(options, runtime, plan))
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0

@@ -75,7 +75,7 @@ class FSDP(Strategy):
             shard(module, reshard_after_forward=False)  # the backward pass begins with it
         self.module = self._root = shard(model)
         model.load_state_dict(shards, strict=False, assign=True)
-        self.optimizer = self.make_optimizer(model, options)
+        self._use_optimizer(model, options)
         self._max_grad_norm = options.max_grad_norm
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0

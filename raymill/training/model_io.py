@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
@@ -80,21 +81,39 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules="all-linear",
+        target_modules=_targets(model, options) or "all-linear",
         exclude_modules=_not_adapted(model),
+        use_rslora=options.rslora,
+        use_dora=options.dora,
         task_type="CAUSAL_LM",
     )
     try:
-        model.add_adapter(lora)
+        with implicit_replication():  # DoRA adds full adapters to weights of which FSDP has loaded this rank's rows
+            model.add_adapter(lora)
     except ValueError as error:
-        if not options.lora_dropout:
+        if not (options.lora_dropout or options.dora):
             raise
+        setting = "--lora-dropout 0" if options.lora_dropout else "--no-dora"
         raise UserError(
-            f"adapters of {options.model} cannot have dropout ({error}). Add --lora-dropout 0, which mixtures of "
-            "experts need."
+            f"{options.model} cannot have such adapters ({error}). Add {setting}, which mixtures of experts need."
         ) from None
     cast_adapter_dtype(model, "default")  # peft gave the adapters the data type of the frozen weights
     model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
+
+
+def _targets(model: PreTrainedModel, options: TrainOptions) -> list[str]:
+    """Return the names in `lora_targets`. peft would ignore an unknown one among others.
+
+    Raises:
+        UserError: no linear layer has one of the names.
+    """
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if unknown := [name for name in options.lora_targets if name not in linear]:
+        raise UserError(
+            f"no linear layer of {options.model} is named {unknown[0]}. Set lora_targets to some of: "
+            f"{', '.join(sorted(linear))}."
+        )
+    return list(options.lora_targets)
 
 
 def _not_adapted(model: PreTrainedModel) -> str | None:

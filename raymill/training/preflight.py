@@ -20,6 +20,7 @@ from raymill.training import storage, weights_check
 from raymill.training.dataset import Manifest, TokenizerRecord, read_manifest
 from raymill.training.flops import carries_state
 from raymill.training.options import TrainOptions
+from raymill.training.schedule import steps_of
 
 Options = TypeVar("Options", bound=TrainOptions)
 
@@ -32,16 +33,30 @@ DECIDES_NUMBERS = {
     "reference_batch_rows",
     "warmup_steps",
     "min_lr_ratio",
+    "schedule",
+    "optimizer",
+    "decay_share",
     "weight_decay",
     "max_grad_norm",
     "steps",
     "precision",
     "lora_rank",
     "lora_alpha",
+    "lora_targets",
+    "rslora",
+    "dora",
     "lora_dropout",
     "quantize_base",
     "seed",
 }
+
+
+DEFAULTS = {
+    name: list(field.default) if isinstance(field.default, tuple) else field.default
+    for name, field in TrainOptions.model_fields.items()
+    if name in DECIDES_NUMBERS and not field.is_required()
+}
+"""What runs had that an older version started, which did not record all of these settings."""
 
 
 def with_absolute_paths(options: Options) -> Options:
@@ -52,6 +67,18 @@ def with_absolute_paths(options: Options) -> Options:
         "output": settings.resolve(options.output),
     }
     return options.model_copy(update=paths)
+
+
+def with_steps(options: Options) -> Options:
+    """Return the options with the number of steps that `epochs` need.
+
+    Raises:
+        UserError: there are no packed rows.
+    """
+    if not options.epochs:
+        return options
+    rows = read_manifest(options.data).train.rows
+    return options.model_copy(update={"steps": steps_of(options.epochs, rows, options.global_batch_rows)})
 
 
 def check_packed(options: TrainOptions) -> Identity:
@@ -146,7 +173,7 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
         "weights of the base model": f"fingerprint {weights_check.fingerprint(options.model)}",
         "data": data,
         "strategy": options.strategy,
-        **options.model_dump(include=DECIDES_NUMBERS),
+        **options.model_dump(mode="json", include=DECIDES_NUMBERS),
     }
 
 
@@ -173,7 +200,7 @@ def claim(options: TrainOptions, identity: Identity) -> None:
 
 
 def _refuse_another_identity(existing: Identity, identity: Identity, name: str) -> None:
-    existing = code_identity.OF_THE_LIBRARY | existing  # in runs of an older version
+    existing = code_identity.OF_THE_LIBRARY | DEFAULTS | existing  # in runs of an older version
     for key, value in identity.items():
         if existing.get(key) != value:
             raise UserError(

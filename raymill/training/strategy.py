@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import PreTrainedModel
 
 from raymill.errors import UserError
+from raymill.training import optimizers
 from raymill.training.collectives import is_equal
 from raymill.training.dataset import Batch
-from raymill.training.optimizer import ADAMW_VALUES, adamw
 from raymill.training.options import TrainOptions
 from raymill.training.packed_attention import model_inputs
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
@@ -30,12 +30,14 @@ class Strategy(ABC):
     """The module to call. It runs the collectives that the strategy needs."""
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
+    kept_values: float
+    """`optimizer_values` of this model."""
     bounds_loss = True
     """Whether a loss above twice that of a uniform guess means that training has diverged. Set it to False
     for a loss with larger values."""
-    optimizer_values: float = ADAMW_VALUES
+    optimizer_values: float | None = None
     """Numbers in fp32 that the optimizer keeps for each trained parameter. A run whose optimizer keeps more is refused,
-    because `inv plan` and the check of free disk space rely on it."""
+    because `inv plan` and the check of free disk space rely on it. None: those of the optimizer in the options."""
     copies_state = True
     """Whether `capture` copies the state. If not, training must wait until the checkpoint is written."""
 
@@ -89,24 +91,31 @@ class Strategy(ABC):
         # with num_items_in_batch=1, the model returns the sum instead of the mean
         return self.module(**model_inputs(self.model, batch), num_items_in_batch=1, use_cache=False).loss
 
-    def make_optimizer(self, model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-        """Return the optimizer of the trained parameters, by default AdamW."""
-        return adamw(model, options.weight_decay)
+    def make_optimizer(self, model: PreTrainedModel, options: TrainOptions) -> torch.optim.Optimizer:
+        """Return the optimizer of the trained parameters, by default that in the options."""
+        return optimizers.make(model, options.optimizer, options.weight_decay)
 
     @staticmethod
     def learning_rate(options: TrainOptions, step: int) -> float:
-        """Return the learning rate of a step, which counts from 1. By default: warmup, then a cosine."""
+        """Return the learning rate of a step, which counts from 1. By default: warmup, then the schedule."""
         return learning_rate_at(
             step,
             peak=peak_learning_rate(options.learning_rate, options.global_batch_rows, options.reference_batch_rows),
             warmup_steps=options.warmup_steps,
             steps=options.steps,
             min_ratio=options.min_lr_ratio,
+            schedule=options.schedule,
+            decay_share=options.decay_share,
         )
+
+    def _use_optimizer(self, model: PreTrainedModel, options: TrainOptions) -> None:
+        self.optimizer = self.make_optimizer(model, options)
+        by_name = optimizers.kept_values(options.optimizer, optimizers.matrix_share(model))
+        self.kept_values = by_name if self.optimizer_values is None else self.optimizer_values
 
     def state_bytes(self) -> int:
         """Return the bytes that a checkpoint has for each trained parameter: its fp32 value, and the optimizer's."""
-        return math.ceil(4 * (1 + self.optimizer_values))
+        return math.ceil(4 * (1 + self.kept_values))
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Return `loss` in the precision of the strategy."""

@@ -13,12 +13,20 @@ from transformers import PreTrainedTokenizerFast
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.data.tokenizer import load_tokenizer
 from raymill.errors import UserError
-from raymill.training import checkpoints, composite, cuda_allocator, failures, model_io, parameters, weights_check
+from raymill.training import (
+    checkpoints,
+    composite,
+    cuda_allocator,
+    failures,
+    model_io,
+    optimizers,
+    parameters,
+    weights_check,
+)
 from raymill.training.collectives import any_rank, total
 from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from raymill.training.meter import Diverged, Meter
 from raymill.training.metric_logger import MetricLogger
-from raymill.training.optimizer import check_values
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, Runtime
 from raymill.training.schedule import spread
@@ -39,6 +47,8 @@ class TrainingRows(Protocol):
     """Chat template of the rows, which is exported with the trained model. None: the template of the base model."""
     eos_ids: list[int]
     """IDs of the tokens at which the trained model stops. Empty: those of the base model."""
+    rows_per_epoch: int | None
+    """Number of different rows of all ranks. None: it is not known."""
 
     def rows(self, step: int) -> Batch:
         """Return this rank's rows for an optimizer step. The first step is 1."""
@@ -61,6 +71,7 @@ class PackedSource:
         self.chat_template = manifest.tokenizer.chat_template
         self.eos_ids = manifest.tokenizer.eos_ids
         self._rows = PackedRows(options.data, "train", options.seed)
+        self.rows_per_epoch = len(self._rows)
         self._global_rows = options.global_batch_rows
         plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         self._rank_rows = plan.rows_per_rank
@@ -117,7 +128,7 @@ class Trainer:
         with make_strategy.loading(options, runtime, self.plan):
             model = model_io.load_model(options)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
-        self.note = composite.note(model)
+        self.notes = [note for note in (composite.note(model), optimizers.note(model, options.optimizer)) if note]
         bounds_loss = make_strategy.bounds_loss
         self.meter = Meter(options, runtime, model, self.source.sequence_length, bounds_loss=bounds_loss)
         self.strategy = make_strategy(model, options, runtime, self.plan)
@@ -132,17 +143,21 @@ class Trainer:
         options = self.options
         if self.metric_logger:
             print(self._description(), flush=True)
-            if self.note:
-                print(self.note, flush=True)
+            for note in self.notes:
+                print(note, flush=True)
         if self.done < options.last_step:
             self._refuse_failing_export()
             checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
+        if self.evaluation and not self.done:
+            self._evaluate_at_start(self.evaluation)
         self.meter.restart()
         first = self.done + 1
         for step in range(first, options.last_step + 1):
             self.step(step)
             if step == first:
-                check_values(self.strategy.optimizer, self.strategy.optimizer_values, type(self.strategy).__name__)
+                optimizers.check_values(
+                    self.strategy.optimizer, self.strategy.kept_values, type(self.strategy).__name__
+                )
             saves = step % options.checkpoint_every == 0 or step == options.last_step
             evaluates = saves or step % options.eval_every == 0
             is_due = evaluates or step % self.log_interval == 0
@@ -164,8 +179,16 @@ class Trainer:
         return (
             f"{options.name}: {self._size()}, {options.strategy} on {workers} x {self.runtime.device.type} "
             f"in {options.precision}; {options.global_batch_rows} rows per step = {workers} workers x "
-            f"{options.micro_batch_rows} rows x {passes}; {start}"
+            f"{options.micro_batch_rows} rows x {passes}; {self._length()}; {start}"
         )
+
+    def _length(self) -> str:
+        """Return the length of the schedule, in steps and in epochs."""
+        steps, rows = self.options.steps, self.source.rows_per_epoch
+        if not rows:
+            return f"{steps:,} steps"
+        epochs = steps * self.options.global_batch_rows / rows
+        return f"{steps:,} steps = {epochs:.2f} epochs of {rows:,} rows"
 
     def _size(self) -> str:
         if self.trained == self.parameters:
@@ -247,6 +270,11 @@ class Trainer:
         if self.metric_logger:
             print(f"a machine is about to be taken away: saving a checkpoint after step {row['step']}", flush=True)
         return True
+
+    def _evaluate_at_start(self, rows: PackedRows) -> None:
+        evaluated = self._evaluate(rows)
+        if self.metric_logger:
+            self.metric_logger.write_start(evaluated)
 
     @torch.no_grad()
     def _evaluate(self, rows: PackedRows) -> Metrics:

@@ -171,7 +171,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     Raises:
         UserError: options, data, model and cluster do not match, or training failed.
     """
-    options = preflight.with_absolute_paths(options)
+    options = preflight.with_steps(preflight.with_absolute_paths(options))
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
     stream = streaming.find_input(options.model) if options.stream else None
     identity = _check_stream(options, stream) if stream else preflight.check_packed(options)

@@ -74,6 +74,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         device = _device(options)
         transport.require_efa(device, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
+        options = preflight.with_steps(options)
         with ExitStack() as held:
             _raise_on_all_ranks(_prepare(options, held, make_strategy) if dist.get_rank() == 0 else "")
             runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
