@@ -58,6 +58,7 @@ class Manifest(BaseModel):
     sequence_length: int
     content_hash: str
     tokenizer: TokenizerRecord
+    task: str = "supervised"
     largest_id: int | None = None
     """Largest token id in the rows. None: an earlier version of `preprocess` wrote them."""
     train: Split
