@@ -93,7 +93,7 @@ class ZeRO(Strategy):
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         loss = self.summed_loss(batch)
         # `scale` already divides by the tokens of the step, so DeepSpeed must not divide by the accumulation steps
-        self._engine.backward(loss * scale, scale_wrt_gas=False)
+        self._engine.backward(self._scaled(loss, scale), scale_wrt_gas=False)
         if not last:
             self._engine.step()  # counts the micro-batch, but updates nothing yet
         return loss.detach()

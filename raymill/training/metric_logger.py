@@ -121,4 +121,6 @@ def progress_line(row: Metrics, last_step: int, seconds_per_step: float) -> str:
 
 
 def _evaluation(row: Metrics) -> str:
-    return f"evaluation loss {row['eval_loss']:.4f}, perplexity {row['eval_perplexity']:.2f}"
+    shown = {"eval_perplexity": ".2f", "eval_rewards/accuracies": ".1%"}
+    more = [f"{name.removeprefix('eval_')} {row[name]:{form}}" for name, form in shown.items() if name in row]
+    return ", ".join([f"evaluation loss {row['eval_loss']:.4f}", *more])

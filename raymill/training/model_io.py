@@ -28,16 +28,19 @@ from raymill.ray_support import model_cache
 from raymill.training import chunked_loss, composite, lora_merge, packed_attention, weight_files
 from raymill.training.options import TrainOptions
 from raymill.training.strategy import Strategy
+from raymill.training.token_losses import use_token_losses
 from raymill.training.weight_files import Weight
 
 
-def load_model(options: TrainOptions) -> PreTrainedModel:
+def load_model(options: TrainOptions, has_token_losses: bool = False) -> PreTrainedModel:
     """Return the model or, in the context of a strategy's `loading`, this rank's share of it.
 
     Weights that are trained are in fp32, whatever the `precision`.
 
     With LoRA, every linear layer that text reaches gets an adapter, except the output layer, and only the adapters are
     trained. The frozen weights have the data type of the computation, or 4 bits with `quantize_base`.
+
+    With `has_token_losses`, the model returns the loss of each token, and has no dropout.
     """
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
@@ -46,7 +49,10 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
         packed_attention.use_varlen(model)
     if options.liger:
         _use_liger(model)
-    if options.chunked_loss and chunked_loss.has_chunks(model):
+    if has_token_losses:
+        _remove_dropout(model)
+        use_token_losses(model)
+    elif options.chunked_loss and chunked_loss.has_chunks(model):
         chunked_loss.use_chunks(model)
     if options.lora_rank:
         _add_adapters(model, options)
@@ -56,6 +62,14 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
         for layer in decoder_layers(model):  # layer by layer, because equal layers share one compilation
             layer.compile()
     return model.train()
+
+
+def _remove_dropout(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 def _use_liger(model: PreTrainedModel) -> None:

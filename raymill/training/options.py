@@ -8,6 +8,7 @@ from raymill.ray_support.workers import WorkerOptions
 from raymill.settings import inv
 from raymill.training.schedule import Schedule
 
+ObjectiveName = Literal["supervised", "dpo", "ipo", "robust", "simpo", "orpo"]
 OptimizerName = Literal["adamw", "muon", "adamw_8bit"]
 OPTIMIZER_JOBS = {"muon": ("finetune_ddp", "finetune_fsdp"), "adamw_8bit": ("finetune_ddp",)}
 """The only jobs that have these optimizers. ZeRO's parts of flattened parameters are no matrices, and bitsandbytes
@@ -77,6 +78,17 @@ class TrainOptions(WorkerOptions):
     quantize_base: bool = False
     """Quantize the frozen weights to 4 bits in the NF4 format (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
+    objective: ObjectiveName = "supervised"
+    """What to minimize. supervised: the cross-entropy of answers. For pairs that `preprocess --task preference` packed:
+    dpo, ipo, robust, simpo, orpo."""
+    beta: PositiveFloat = 0.1
+    """The larger, the closer the model stays to the base model. In simpo, the scale of the rewards; in orpo, the weight
+    of the odds ratio."""
+    label_smoothing: float = Field(0, ge=0, lt=0.5)
+    """Share of the pairs that are the wrong way round, for robust."""
+    simpo_gamma: float = Field(0.5, ge=0)
+    """By how much the reward of the chosen answer should exceed the other, for simpo."""
+
     optimizer: OptimizerName = "adamw"
     """muon (Jordan et al. 2024) updates hidden matrices by orthogonal steps. adamw_8bit (Dettmers et al. 2021,
     arXiv:2110.02861) keeps 8 bits per number for them, and needs finetune_ddp. Other parameters have AdamW."""
@@ -139,6 +151,16 @@ class TrainOptions(WorkerOptions):
     def _has_adapters(self) -> Self:
         if not self.lora_rank and (set_ := [name for name in OF_ADAPTERS if getattr(self, name)]):
             raise ValueError(f"{set_[0]} needs adapters; set lora_rank = 16")
+        return self
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> Self:
+        if bool(self.label_smoothing) != (self.objective == "robust"):
+            raise ValueError("objective = robust, and no other one, needs label_smoothing; set both")
+        if self.objective != "supervised" and self.lora_dropout:
+            raise ValueError(f"objective = {self.objective} compares models without dropout; set lora_dropout = 0")
+        if self.objective != "supervised" and self.stream:
+            raise ValueError(f"objective = {self.objective} needs packed pairs; set stream = false")
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from raymill import code_identity, settings, state_files
+from raymill.data.options import Task
 from raymill.data.tokenizer import load_tokenizer, tokenizer_hash
 from raymill.errors import UserError
 from raymill.model_config import context_length, text_config
@@ -35,6 +36,10 @@ DECIDES_NUMBERS = {
     "min_lr_ratio",
     "schedule",
     "optimizer",
+    "objective",
+    "beta",
+    "label_smoothing",
+    "simpo_gamma",
     "decay_share",
     "weight_decay",
     "max_grad_norm",
@@ -81,9 +86,10 @@ def with_steps(options: Options) -> Options:
     return options.model_copy(update={"steps": steps_of(options.epochs, rows, options.global_batch_rows)})
 
 
-def check_packed(options: TrainOptions) -> Identity:
-    """Refuse packed data that does not fit the model. Return the identity of the run."""
+def check_packed(options: TrainOptions, task: Task = "supervised") -> Identity:
+    """Refuse packed data that does not fit the task and the model. Return the identity of the run."""
     manifest = read_manifest(options.data)
+    check_task(options, manifest, task)
     config = load_config(options.model)
     check_data(options, manifest)
     check_model(options.model, config, manifest)
@@ -110,6 +116,17 @@ def load_config(model: str) -> PreTrainedConfig:
         raise hub_access.explain(error, model) or UserError(
             f"cannot load the model {model} ({reason}). Correct the model's folder, URI or hub id."
         ) from None
+
+
+def check_task(options: TrainOptions, manifest: Manifest, task: Task) -> None:
+    """Refuse rows that were packed for another task than `task`."""
+    made_for = manifest.task
+    if made_for != task:
+        again = inv(f"submit preprocess -- --task {task} --output", f"{options.data}-{task}")
+        raise UserError(
+            f"the rows in {options.data} were packed for the task {made_for}, but objective = {options.objective} "
+            f"needs {task}. Pack rows for it: {again}"
+        )
 
 
 def check_data(options: TrainOptions, manifest: Manifest) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import PreTrainedModel
 
 from raymill.errors import UserError
-from raymill.training import optimizers
+from raymill.training import objectives, optimizers
 from raymill.training.collectives import is_equal
 from raymill.training.dataset import Batch
+from raymill.training.objectives import Objective
 from raymill.training.options import TrainOptions
-from raymill.training.packed_attention import model_inputs
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
 from raymill.training.schedule import BatchPlan, learning_rate_at, peak_learning_rate
 from raymill.training.weight_files import Weight
@@ -32,6 +32,8 @@ class Strategy(ABC):
     optimizer: torch.optim.Optimizer
     kept_values: float
     """`optimizer_values` of this model."""
+    objective: Objective = objectives.Supervised()
+    """The trainer sets it to what `make_objective` returns."""
     bounds_loss = True
     """Whether a loss above twice that of a uniform guess means that training has diverged. Set it to False
     for a loss with larger values."""
@@ -52,7 +54,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
-        """Return the summed loss of a micro-batch, and add the gradient of `scale` x this loss to the gradients.
+        """Return `summed_loss` of a micro-batch, and add the gradient of `scale` x its terms to the gradients.
+
+        `scale` has one element for each term of the loss.
 
         `last` marks the last micro-batch of an optimizer step. After that, the gradients are averages over the ranks.
         """
@@ -84,12 +88,16 @@ class Strategy(ABC):
         """
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the loss summed over the trained tokens of `batch`, by default the cross-entropy.
+        """Return the sums of the objective: by default, the cross-entropy summed over the trained tokens of `batch`.
 
         Label i is predicted from the tokens before it. The evaluation during training uses this loss too.
         """
-        # with num_items_in_batch=1, the model returns the sum instead of the mean
-        return self.module(**model_inputs(self.model, batch), num_items_in_batch=1, use_cache=False).loss
+        return self.objective.sums(self.module, self.model, batch)
+
+    @staticmethod
+    def make_objective(options: TrainOptions) -> Objective:
+        """Return what training minimizes, by default the objective in the options."""
+        return objectives.make(options)
 
     def make_optimizer(self, model: PreTrainedModel, options: TrainOptions) -> torch.optim.Optimizer:
         """Return the optimizer of the trained parameters, by default that in the options."""
@@ -118,8 +126,16 @@ class Strategy(ABC):
         return math.ceil(4 * (1 + self.kept_values))
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Return `loss` in the precision of the strategy."""
-        return self.loss(batch)
+        """Return `loss` in the precision of the strategy, as a vector."""
+        return self.in_precision(lambda: self.loss(batch)).reshape(-1)
+
+    def _scaled(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the loss to minimize, of the terms at the beginning of `summed_loss`."""
+        return (loss[: scale.numel()] * scale).sum()
+
+    def in_precision(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the result of a forward pass in the precision of the strategy."""
+        return compute()
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:

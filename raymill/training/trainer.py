@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -21,10 +22,11 @@ from raymill.training import (
     model_io,
     optimizers,
     parameters,
+    reference,
     weights_check,
 )
 from raymill.training.collectives import any_rank, total
-from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
+from raymill.training.dataset import Batch, PackedRows, read_manifest
 from raymill.training.meter import Diverged, Meter
 from raymill.training.metric_logger import MetricLogger
 from raymill.training.options import TrainOptions
@@ -80,6 +82,10 @@ class PackedSource:
         self._reader = ThreadPoolExecutor(1, "rows")
         self._read_ahead: dict[int, Future[Batch]] = {}
 
+    def add_reference(self, values: np.ndarray) -> None:
+        """Add what `PackedRows.reference` says. Call it before `rows`."""
+        self._rows.reference = values
+
     def rows(self, step: int) -> Batch:
         reading = self._read_ahead.pop(step, None) or self._reader.submit(self._read, step)
         self._read_ahead = {step + 1: self._reader.submit(self._read, step + 1)}
@@ -124,14 +130,27 @@ class Trainer:
         self.source = stream or PackedSource(options, runtime)
         self.evaluation = None if stream else PackedRows(options.data, "eval")
         torch.manual_seed(options.seed)  # the same on all ranks, which must initialize adapters identically
+        self.objective = make_strategy.make_objective(options)
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
-            model = model_io.load_model(options)
+            model = model_io.load_model(options, self.objective.has_token_losses)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
         self.notes = [note for note in (composite.note(model), optimizers.note(model, options.optimizer)) if note]
-        bounds_loss = make_strategy.bounds_loss
-        self.meter = Meter(options, runtime, model, self.source.sequence_length, bounds_loss=bounds_loss)
+        bounds_loss = make_strategy.bounds_loss and self.objective.bounds_loss
+        self.meter = Meter(
+            options,
+            runtime,
+            model,
+            self.source.sequence_length,
+            objective=self.objective,
+            bounds_loss=bounds_loss,
+        )
         self.strategy = make_strategy(model, options, runtime, self.plan)
+        self.strategy.objective = self.objective
+        if self.objective.has_reference and isinstance(self.source, PackedSource):
+            self.source.add_reference(reference.log_probabilities(self.strategy, options, runtime, "train"))
+            if self.evaluation:
+                self.evaluation.reference = reference.log_probabilities(self.strategy, options, runtime, "eval")
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
         checkpoints.refuse_full_disk(self.strategy, runtime, options.output)
         self.done = self.saved = checkpoints.restore(self.strategy, runtime)
@@ -198,19 +217,21 @@ class Trainer:
     def step(self, step: int) -> None:
         """Run one optimizer step on this rank's rows of a global batch.
 
-        The loss is the mean over the trained tokens of the global batch, so the weight of a token depends neither on
-        the number of workers nor on padding. The factor world_size undoes the averaging of gradients over the ranks.
+        The loss is the mean over the trained tokens (or pairs) of the global batch, so the weight of a token depends
+        neither on the number of workers nor on padding. The factor world_size undoes the averaging of gradients over
+        the ranks.
         """
         batch = self._on_device(self.source.rows(step))
-        tokens = total(trained_tokens(batch)).clamp(min=1)
+        counts = total(self.objective.counts(batch)).clamp(min=1)
+        scale = self.runtime.world_size / counts[: len(self.objective.terms)]
         micro_batches = _split(batch, self.options.micro_batch_rows)
-        losses = [
-            self.strategy.accumulate(micro_batch, self.runtime.world_size / tokens, last=number == len(micro_batches))
+        sums = [
+            self.strategy.accumulate(micro_batch, scale, last=number == len(micro_batches))
             for number, micro_batch in enumerate(micro_batches, 1)
         ]
         learning_rate = self.strategy.learning_rate(self.options, step)
         norm = self.strategy.step(learning_rate)
-        self.meter.add(step, learning_rate, torch.stack(losses) / tokens, norm)
+        self.meter.add(step, learning_rate, torch.stack(sums), counts, norm)
 
     def _log_and_save(self, evaluates: bool, saves: bool) -> bool:
         """Log the steps since the last call, and evaluate and save if due. Return whether the run was asked to stop."""
@@ -278,22 +299,24 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, rows: PackedRows) -> Metrics:
-        """Return the loss and the perplexity over all evaluation tokens.
+        """Return the loss and the metrics over all evaluation rows, and the perplexity of answers to learn.
 
         Every rank runs the same number of forward passes, because a forward pass may run collectives. Rows beyond the
         end of the split do not count.
         """
         micro_rows = self.options.micro_batch_rows
-        sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
+        sums = torch.zeros(2, self.objective.size, dtype=torch.float64, device=self.runtime.device)
         self.strategy.module.eval()
         for number in range(math.ceil(len(rows) / (micro_rows * self.runtime.world_size))):
             first = (number * self.runtime.world_size + self.runtime.rank) * micro_rows
             batch = self._on_device(rows.read(first, micro_rows))
             batch["labels"][max(0, len(rows) - first) :] = NOT_TRAINED
-            sums += torch.stack([self.strategy.summed_loss(batch).double(), trained_tokens(batch).double()])
+            sums += torch.stack([self.strategy.summed_loss(batch).double(), self.objective.counts(batch).double()])
         self.strategy.module.train()
-        loss, tokens = total(sums).tolist()
-        return {"eval_loss": loss / tokens, "eval_perplexity": math.exp(loss / tokens)}
+        found, counts = total(sums)
+        values = self.objective.named((found / counts).tolist())
+        perplexity = {"perplexity": math.exp(values["loss"])} if self.objective.has_perplexity else {}
+        return {f"eval_{name}": value for name, value in (values | perplexity).items()}
 
     def _refuse_failing_export(self) -> None:
         """Try on rank 0 all of the export but its weights. If it fails, all ranks raise UserError."""

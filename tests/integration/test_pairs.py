@@ -1,6 +1,7 @@
 """Test that preference pairs are read, cut and packed so that a pair stays together and its answers are cut alike."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def test_preprocess_packs_pairs(assets: Path, tmp_path: Path) -> None:
         for row in pq.read_table(file).to_pylist():
             starts = [at for at, place in enumerate(row["position_ids"]) if place == 0] + [len(row["input_ids"])]
             found = []
-            for start, stop in zip(starts[:-1], starts[1:], strict=True):
+            for start, stop in pairwise(starts):
                 text = tokenizer.decode(row["input_ids"][start:stop])
                 trained = [token for token in row["labels"][start:stop] if token != NOT_TRAINED]
                 if trained:

@@ -61,6 +61,7 @@ class FakeRows:
         zeros = np.zeros((rows, sequence_length), dtype=np.int32)
         positions = zeros + np.arange(sequence_length, dtype=np.int32) % max(1, sequence_length // DOCUMENTS)
         self._batch = as_batch({"input_ids": zeros, "labels": zeros, "position_ids": positions})
+        self._batch["reference"] = torch.zeros(self._batch["document_starts"].shape)
 
     def rows(self, step: int) -> Batch:
         return {name: column.clone() for name, column in self._batch.items()}

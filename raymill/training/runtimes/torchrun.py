@@ -106,7 +106,8 @@ def _prepare(options: TrainOptions, held: ExitStack, make_strategy: MakeStrategy
                 "Leave out --stream, and set --output to a folder."
             )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-        identity = preflight.check_packed(options) | {"launcher": "torchrun"} | code_identity.identify(make_strategy)
+        identity = preflight.check_packed(options, make_strategy.make_objective(options).task)
+        identity |= {"launcher": "torchrun"} | code_identity.identify(make_strategy)
         held.enter_context(_lease(f"{options.output}/{options.name}"))
         preflight.claim(options, identity)
     except UserError as error:
