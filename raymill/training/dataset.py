@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel
 
 from raymill import state_files
+from raymill.data.options import Task
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.errors import UserError
 from raymill.settings import inv
@@ -59,7 +60,7 @@ class Manifest(BaseModel):
     sequence_length: int
     content_hash: str
     tokenizer: TokenizerRecord
-    task: str = "supervised"
+    task: Task = "supervised"
     largest_id: int | None = None
     """Largest token id in the rows. None: an earlier version of `preprocess` wrote them."""
     train: Split

@@ -89,18 +89,21 @@ class Preference(Objective):
 
     task = "preference"
     has_token_losses = True
-    metrics: tuple[str, ...] = ("rewards/accuracies", "logps/chosen", "logps/rejected")
+    metrics = (
+        *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
+        *("logps/chosen", "logps/rejected"),
+    )
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        pairs = _pair_up(document_tokens(batch)).amin(-1).gt(0).sum()
+        pairs = pair_up(document_tokens(batch)).amin(-1).gt(0).sum()
         return pairs.repeat(self.size)
 
     def sums(self, module: nn.Module, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-        sums, tokens = _pair_up(document_logps(module, model, batch)), _pair_up(document_tokens(batch))
-        reference = _pair_up(batch["reference"]) if self.has_reference else torch.zeros_like(sums)
+        sums, tokens = pair_up(document_logps(module, model, batch)), pair_up(document_tokens(batch))
+        reference = pair_up(batch["reference"]) if self.has_reference else torch.zeros_like(sums)
         exist = tokens.amin(-1) > 0
         parts = (*sums.unbind(-1), *tokens.clamp(min=1).unbind(-1), exist, *reference.unbind(-1))
         pairs = Answers(*parts)
@@ -115,8 +118,9 @@ class Preference(Objective):
 
     def measures(self, pairs: Answers) -> list[torch.Tensor]:
         """Return each metric of each pair."""
-        accurate = (self.rewards(pairs)[0] > self.rewards(pairs)[1]).float()
-        return [one.detach() for one in (accurate, pairs.chosen, pairs.rejected)]
+        chosen, rejected = (reward.detach() for reward in self.rewards(pairs))
+        accurate = (chosen > rejected).float()
+        return [chosen, rejected, chosen - rejected, accurate, pairs.chosen.detach(), pairs.rejected.detach()]
 
     def rewards(self, pairs: Answers) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the implicit rewards of the chosen and the rejected answers."""
@@ -127,7 +131,6 @@ class DPO(Preference):
     """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7)."""
 
     has_reference = True
-    metrics = ("rewards/chosen", "rewards/rejected", "rewards/margins", *Preference.metrics)
 
     def losses(self, pairs: Answers) -> list[torch.Tensor]:
         return [-functional.logsigmoid(self.margins(pairs))]
@@ -139,10 +142,6 @@ class DPO(Preference):
     def rewards(self, pairs: Answers) -> tuple[torch.Tensor, torch.Tensor]:
         beta = self.options.beta
         return beta * (pairs.chosen - pairs.chosen_reference), beta * (pairs.rejected - pairs.rejected_reference)
-
-    def measures(self, pairs: Answers) -> list[torch.Tensor]:
-        rewards = [reward.detach() for reward in self.rewards(pairs)]
-        return [*rewards, rewards[0] - rewards[1], *super().measures(pairs)]
 
 
 class IPO(DPO):
@@ -166,8 +165,6 @@ class RobustDPO(DPO):
 class SimPO(Preference):
     """Simple preference optimization, without a reference (Meng et al. 2024, arXiv:2405.14734, eq. 6)."""
 
-    metrics = DPO.metrics
-
     def losses(self, pairs: Answers) -> list[torch.Tensor]:
         chosen, rejected = self.rewards(pairs)
         return [-functional.logsigmoid(chosen - rejected - self.options.simpo_gamma)]
@@ -175,8 +172,6 @@ class SimPO(Preference):
     def rewards(self, pairs: Answers) -> tuple[torch.Tensor, torch.Tensor]:
         beta = self.options.beta
         return beta * pairs.chosen / pairs.chosen_tokens, beta * pairs.rejected / pairs.rejected_tokens
-
-    measures = DPO.measures
 
 
 class ORPO(Preference):
@@ -186,10 +181,9 @@ class ORPO(Preference):
     """
 
     terms = ("nll_loss", "odds_ratio_loss")
-    metrics = DPO.metrics
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        tokens = _pair_up(document_tokens(batch))
+        tokens = pair_up(document_tokens(batch))
         exist = tokens.amin(-1) > 0
         return torch.stack([(tokens[..., 0] * exist).sum().long(), *super().counts(batch)[1:]])
 
@@ -199,7 +193,6 @@ class ORPO(Preference):
         return [-pairs.chosen, -self.options.beta * functional.logsigmoid(odds)]
 
     rewards = SimPO.rewards
-    measures = DPO.measures
 
 
 def _log1mexp(value: torch.Tensor) -> torch.Tensor:
@@ -228,24 +221,24 @@ def document_logps(module: nn.Module, model: PreTrainedModel, batch: Batch) -> t
     """
     losses = module(**model_inputs(model, batch), use_cache=False).loss
     at_token = functional.pad(losses[:, :-1], (1, 0))  # the loss at a token is that of the next one
-    return -_document_sums(torch.where(_is_trained(batch), at_token, 0.0), batch)
+    return -document_sums(torch.where(is_trained(batch), at_token, 0.0), batch)
 
 
 def document_tokens(batch: Batch) -> torch.Tensor:
     """Return the number of trained tokens of each document, of shape (rows, documents)."""
-    return _document_sums(_is_trained(batch).float(), batch)
+    return document_sums(is_trained(batch).float(), batch)
 
 
-def _is_trained(batch: Batch) -> torch.Tensor:
+def is_trained(batch: Batch) -> torch.Tensor:
     """Return which tokens are trained. Nothing predicts the first one of a document."""
     return (batch["labels"] != NOT_TRAINED) & (batch["position_ids"] != 0)
 
 
-def _document_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+def document_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     documents = (batch["position_ids"] == 0).cumsum(1) - 1
     return values.new_zeros(batch["document_starts"].shape).scatter_add(1, documents, values)
 
 
-def _pair_up(values: torch.Tensor) -> torch.Tensor:
+def pair_up(values: torch.Tensor) -> torch.Tensor:
     """Return values of documents as (rows, pairs, 2)."""
     return functional.pad(values, (0, values.shape[1] % 2)).unflatten(1, (-1, 2))
