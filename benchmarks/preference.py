@@ -82,10 +82,10 @@ def _equal_pairs(folder: Path, count: int) -> Iterator[Row]:
             if len(encoded["input_ids"]) > whole:
                 cut[name] = (prompt + row[name])[len(prompt) : encoded["offset_mapping"][whole - 1][1]].rstrip()
         again = [tokenizer(prompt + answer)["input_ids"] for answer in cut.values()]
-        if len(again) == 2 and again[0] != again[1] and all(ids[: len(before)] == before for ids in again):
-            if {len(ids) for ids in again} == {whole}:
-                count -= 1
-                yield {"prompt": prompt} | cut
+        are_equal = [len(ids) for ids in again] == [whole, whole]
+        if are_equal and again[0] != again[1] and all(ids[: len(before)] == before for ids in again):
+            count -= 1
+            yield {"prompt": prompt} | cut
         if not count:
             return
 
