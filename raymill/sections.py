@@ -222,7 +222,9 @@ def _keys(module: str, name: str) -> Keys:
     for base in classes[name].bases:
         found |= _keys_of(module, base) or {}
     for field in classes[name].body:
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+        if not isinstance(field, ast.AnnAssign) or ast.unparse(field.annotation).startswith("ClassVar"):
+            continue
+        if isinstance(field.target, ast.Name):
             found[field.target.id] = _nested(module, field.annotation)
     return found
 
