@@ -1,6 +1,5 @@
 """The training loop, which is the same for every strategy and runtime."""
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +12,16 @@ from transformers import PreTrainedTokenizerFast
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.data.tokenizer import load_tokenizer
 from raymill.errors import UserError
-from raymill.training import checkpoints, composite, cuda_allocator, failures, model_io, parameters, weights_check
+from raymill.training import (
+    checkpoints,
+    composite,
+    cuda_allocator,
+    failures,
+    held_out,
+    model_io,
+    parameters,
+    weights_check,
+)
 from raymill.training.collectives import any_rank, total
 from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from raymill.training.meter import Diverged, Meter
@@ -248,24 +256,11 @@ class Trainer:
             print(f"a machine is about to be taken away: saving a checkpoint after step {row['step']}", flush=True)
         return True
 
-    @torch.no_grad()
     def _evaluate(self, rows: PackedRows) -> Metrics:
-        """Return the loss and the perplexity over all evaluation tokens.
-
-        Every rank runs the same number of forward passes, because a forward pass may run collectives. Rows beyond the
-        end of the split do not count.
-        """
-        micro_rows = self.options.micro_batch_rows
-        sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         self.strategy.module.eval()
-        for number in range(math.ceil(len(rows) / (micro_rows * self.runtime.world_size))):
-            first = (number * self.runtime.world_size + self.runtime.rank) * micro_rows
-            batch = self._on_device(rows.read(first, micro_rows))
-            batch["labels"][max(0, len(rows) - first) :] = NOT_TRAINED
-            sums += torch.stack([self.strategy.summed_loss(batch).double(), trained_tokens(batch).double()])
+        metrics = held_out.evaluate(rows, self.options.micro_batch_rows, self.runtime, self.strategy.summed_loss)
         self.strategy.module.train()
-        loss, tokens = total(sums).tolist()
-        return {"eval_loss": loss / tokens, "eval_perplexity": math.exp(loss / tokens)}
+        return metrics
 
     def _refuse_failing_export(self) -> None:
         """Try on rank 0 all of the export but its weights. If it fails, all ranks raise UserError."""
