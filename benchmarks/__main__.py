@@ -21,6 +21,7 @@ PARTS = {  # the quick ones first
     "large_cluster": "A cluster with 64 workers: calls to AWS, the head, and inv status",
     "serving_middleware": "What keys and limits add to the time of a request to a served model",
     "launchers": "Ray Train against torchrun, with the same training loop",
+    "preference": "Preference optimization against TRL, in one process",
     "trl": "The trainer against TRL's SFTTrainer, in one process",
     "rag": "Sources: does the document that answers a question come first?",
     "embed": "embed with two workers against two plain processes",

@@ -53,6 +53,7 @@ class RandomRows:
 
     sequence_length = LENGTH
     chat_template: str | None = None
+    rows_per_epoch: int | None = None
 
     def __init__(self, documents: int) -> None:
         self.eos_ids: list[int] = []

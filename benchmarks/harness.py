@@ -89,7 +89,8 @@ def median_ratio(rounds: list[Round], ours: str, theirs: str) -> float:
 
 def metrics(run: Path) -> list[dict[str, float]]:
     """Return the metrics of each step of a training run."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["step"]]
 
 
 # ------------------------------------------------------------------------------------------ inputs

@@ -16,7 +16,7 @@ from raymill.data.tokenization import DocumentTokenizer
 from raymill.data.tokenizer import load_tokenizer, padding_id
 from raymill.training.dataset import COLUMNS
 from raymill.training.ddp import DDP
-from raymill.training.optimizer import BETAS
+from raymill.training.optimizers import BETAS
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.trainer import PackedSource, train

@@ -112,7 +112,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
                 options_type,
                 prog=_command(),
                 description=(sys.modules["__main__"].__doc__ or "").partition("\n\n")[0],
-                default=settings.load(options_type, *sections),
+                default=_defaults(options_type, *sections),
                 registry=OPTIONS,
             )
     except UserError as error:
@@ -123,6 +123,14 @@ def parse(options_type: type[Options], *sections: str) -> Options:
     if JobContext.current().job_options_checked_for:
         sys.exit()
     return options
+
+
+def _defaults(options_type: type[Options], *sections: str) -> Options:
+    """Return the settings of `sections`, without those that an option of the command line replaces."""
+    defaults = settings.load(options_type, *sections)
+    given = {word.partition("=")[0].strip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
+    unset = {name: options_type.model_fields[name].default for name in options_type.replaced_by(given)}
+    return defaults.model_copy(update=unset)
 
 
 def _command() -> str:

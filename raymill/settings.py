@@ -4,9 +4,9 @@ import difflib
 import os
 import shlex
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -36,6 +36,14 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    ALTERNATIVES: ClassVar[tuple[str, ...]] = ()
+    """Keys of which a table or a command line that sets one unsets the others."""
+
+    @classmethod
+    def replaced_by(cls, given: Collection[str]) -> set[str]:
+        """Return the keys that lose their values where the keys `given` are set."""
+        alternatives = set(cls.ALTERNATIVES)
+        return alternatives - set(given) if alternatives & set(given) else set()
 
 
 S = TypeVar("S", bound=Section)
@@ -62,7 +70,8 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
         values = _table(document, table)
         if table.rpartition(".")[2] != names[-1]:
             values = {key: value for key, value in values.items() if key in section_type.model_fields}
-        merged |= _merged(merged, values)
+        replaced = section_type.replaced_by(values)
+        merged = {key: value for key, value in merged.items() if key not in replaced} | _merged(merged, values)
     try:
         return section_type.model_validate(merged)
     except ValidationError as error:

@@ -29,7 +29,14 @@ class Completion(NamedTuple):
     completion: str
 
 
-Example = Conversation | Completion
+class Pair(NamedTuple):
+    """Two answers to the same prompt, of which one is preferred. Only the answers are trained."""
+
+    chosen: Conversation | Completion
+    rejected: Conversation | Completion
+
+
+Example = Conversation | Completion | Pair
 
 
 def decode(text: bytes) -> Any:
@@ -61,12 +68,24 @@ def to_json(example: Example) -> bytes:
     Raises:
         BadRow: see `canonical_json`.
     """
-    return _to_bytes(_encode({name: value for name, value in example._asdict().items() if value}))
+    return _to_bytes(_encode(_fields(example)))
+
+
+def _fields(example: Example) -> dict[str, Any]:
+    if isinstance(example, Pair):
+        return {"chosen": _fields(example.chosen), "rejected": _fields(example.rejected)}
+    return {name: value for name, value in example._asdict().items() if value}
 
 
 def from_json(row: bytes) -> Example:
     """Return the example that `to_json` encoded."""
     fields = decode(row)
+    if "chosen" in fields:
+        return Pair(_from_fields(fields["chosen"]), _from_fields(fields["rejected"]))
+    return _from_fields(fields)
+
+
+def _from_fields(fields: dict[str, Any]) -> Conversation | Completion:
     if "messages" in fields:
         return Conversation(fields["messages"], fields.get("tools"))
     return Completion(fields.get("prompt", ""), fields["completion"])

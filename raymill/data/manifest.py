@@ -57,6 +57,7 @@ def configuration(
         },
         "chat_template_hash": hashlib.sha256((hugging_face.chat_template or "").encode()).hexdigest(),
         **{name: getattr(options, name) for name in OPTIONS},
+        **({} if options.task == "supervised" else {"task": options.task}),  # older data sets have none
         "filters": gate.identity() if gate else None,
     }
 

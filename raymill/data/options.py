@@ -10,6 +10,7 @@ from raymill.data.filters.options import FilterOptions
 Turns = Literal["all", "last"]
 PastReasoning = Literal["served", "keep"]
 TokenizerEngine = Literal["auto", "transformers"]
+Task = Literal["supervised", "preference"]
 Overlong = Literal["truncate", "drop", "error"]
 
 
@@ -20,6 +21,8 @@ class PreprocessOptions(settings.Section):
     """Parquet, JSONL, JSON, CSV, TSV, Arrow, Feather or Excel with conversations, instructions with answers, prompts
     with completions, or text: a file, folder, glob, s3:// URI, or hf://datasets/OWNER/NAME; or a Delta, Iceberg or
     Lance table, with @version=N after its path for an older version."""
+    task: Task = "supervised"
+    """What the rows are for. supervised: answers to learn; preference: pairs of a chosen and a rejected answer."""
     mix: tuple[str, ...] = ()
     """More inputs, each written as INPUT=WEIGHT. Each row of INPUT is used WEIGHT times on average."""
     output: str

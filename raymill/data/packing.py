@@ -8,13 +8,14 @@ import pyarrow as pa
 from raymill.data.tokenization import NOT_TRAINED
 
 
-def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
+def pack(table: pa.Table, sequence_length: int, pad_id: int, together: int = 1) -> pa.Table:
     """Return the documents in `table`, packed into rows.
 
     Args:
         table: Columns `input_ids` and `labels`, which are lists of at most `sequence_length` tokens.
         sequence_length: Tokens in each row.
         pad_id: The token that fills the rest of a row.
+        together: Number of successive documents that stay in one row, side by side, such as 2 for pairs.
 
     Returns:
         `input_ids`, `labels` and `position_ids`, each int32 (rows, sequence_length). `position_ids` restart at 0 for
@@ -22,7 +23,10 @@ def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
         split, and documents keep their order within a row. Empty documents are left out.
     """
     lengths = _values(table["input_ids"].combine_chunks().value_lengths())
-    rows, offsets, used = _best_fit(lengths, sequence_length)
+    grouped = lengths.reshape(-1, together)
+    rows, offsets, used = _best_fit(grouped.sum(1), sequence_length)
+    rows = np.repeat(rows, together)
+    offsets = (offsets[:, None] + np.cumsum(grouped, axis=1) - grouped).reshape(-1)
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     target = np.repeat(rows * sequence_length + offsets, lengths) + within
 

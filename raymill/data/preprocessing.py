@@ -34,6 +34,7 @@ def plan_shards(options: PreprocessOptions, sources: list[RowSource]) -> ShardPl
         eval_share=options.eval_share,
         seed=options.seed,
         partitions=_partition_count(sources, options.shard_mib),
+        task=options.task,
         # filters compare different rows; equal ones are always found
         deduplicate=options.deduplicate or bool(options.filters.near_duplicates),
         sources=tuple(source.name for source in sources),

@@ -4,12 +4,14 @@ The columns of a row determine its format. `preprocess` prints the names of colu
 can add formats of its own: docs/data.md.
 """
 
+import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raymill import code_identity
-from raymill.data.examples import BadRow, Completion, Conversation, Example, Message
+from raymill.data.examples import BadRow, Completion, Conversation, Example, Message, Pair
 from raymill.data.messages import (
     REASONING_KEYS,
     decode_json,
@@ -18,6 +20,7 @@ from raymill.data.messages import (
     require_objects,
     require_text,
 )
+from raymill.data.options import Task
 from raymill.errors import UserError
 
 SHAREGPT_ROLES = {
@@ -72,7 +75,16 @@ def read_example(row: Mapping[str, Any], formats: Iterable[Format] = ()) -> Exam
         UserError: a format of the user returns something else than an example.
     """
     row_format = format_of(row, formats)
-    example = row_format.read(row) if row_format in FORMATS else _read_own(row_format, row)
+    example = row_format.read(row) if row_format in ALL_FORMATS else _read_own(row_format, row)
+    if isinstance(example, Pair):
+        if example.chosen == example.rejected:
+            raise BadRow("chosen and rejected are equal")
+        return Pair(*map(_checked, example))
+    return _checked(example)
+
+
+def _checked(example: Conversation | Completion) -> Conversation | Completion:
+    """Return an example. Raises `BadRow` if there is nothing to train."""
     if isinstance(example, Completion):
         if not example.completion.strip():
             raise BadRow("nothing to train on, because the text is empty")
@@ -103,6 +115,13 @@ def format_of(row: Mapping[str, Any], formats: Iterable[Format] = ()) -> Format:
     return found
 
 
+def for_task(task: Task, formats: Iterable[Format]) -> tuple[Format, ...]:
+    """Return the formats for a task: `formats`, or those of them that are the user's own, and those of pairs."""
+    if task == "supervised":
+        return tuple(formats)
+    return (*(row_format for row_format in formats if row_format not in FORMATS), *PAIR_FORMATS)
+
+
 def columns_of(formats: Iterable[Format]) -> tuple[str, ...]:
     """Return all columns that these formats read or reject."""
     read = (row_format.columns for row_format in formats)
@@ -118,7 +137,7 @@ def identity(formats: Iterable[Format]) -> str:
     published = ", ".join(row_format.name for row_format in FORMATS)
     return ", ".join(
         row_format.name
-        if row_format in FORMATS
+        if row_format in ALL_FORMATS
         else f"{row_format.name} {list(row_format.required)} {code_identity.name(row_format.read)}"
         for row_format in formats
     ).replace(published, PUBLISHED)
@@ -142,13 +161,19 @@ def _read_own(row_format: Format, row: Mapping[str, Any]) -> Example:
         raise
     except Exception as error:
         raise BadRow(f"the reader of the format {row_format.name} raises {type(error).__name__}: {error}") from error
+    if isinstance(example, Pair):
+        return Pair(*(_normalized(answer, row_format) for answer in example))
+    return _normalized(example, row_format)
+
+
+def _normalized(example: Any, row_format: Format) -> Conversation | Completion:
     if isinstance(example, Conversation):
         return Conversation(normalize_messages(example.messages), normalize_tools(example.tools) or None)
     if isinstance(example, Completion):
         return Completion(require_text(example.prompt), require_text(example.completion))
     raise UserError(
-        f"the reader of the format {row_format.name} returns {type(example).__name__}; return a Conversation or a "
-        "Completion from raymill.data.examples."
+        f"the reader of the format {row_format.name} returns {type(example).__name__}; return a Conversation, a "
+        "Completion or a Pair of them from raymill.data.examples."
     )
 
 
@@ -205,6 +230,46 @@ def _read_completion(row: Mapping[str, Any]) -> Example:
     return _with_side_columns(row, [*untrained, *normalize_messages(completion)])
 
 
+def _read_pair(row: Mapping[str, Any]) -> Pair:
+    """Read two answers, with a prompt of its own or with the prompt that both begin with."""
+    chosen, rejected, prompt = (_text_or_messages(row.get(name)) for name in ("chosen", "rejected", "prompt"))
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if isinstance(prompt, list):
+            raise BadRow("prompt is a list of messages, but chosen and rejected are texts")
+        prompt = require_text(prompt) if prompt else _common_text(chosen, rejected)
+        return Pair(*(Completion(prompt, answer.removeprefix(prompt)) for answer in (chosen, rejected)))
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise BadRow("chosen and rejected are neither both texts nor both lists of messages")
+    answers = [normalize_messages(answer) for answer in (chosen, rejected)]
+    before: list[Message] = []
+    if isinstance(prompt, list) and prompt:
+        before = normalize_messages(prompt)
+    elif prompt and all(answer[0]["role"] == "assistant" for answer in answers):
+        before = [_user(require_text(prompt))]
+    if not before:
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False)))
+        before, answers = answers[0][:common], [answer[common:] for answer in answers]
+    if not all(answer and answer[0]["role"] == "assistant" for answer in answers):
+        raise BadRow("chosen and rejected differ before an assistant turn, or one of them ends before it")
+    untrained = [message | {"weight": 0} if message["role"] == "assistant" else message for message in before]
+    return Pair(*(_with_side_columns(row, [*untrained, *answer]) for answer in answers))
+
+
+def _text_or_messages(value: Any) -> Any:
+    """Return a value, decoded if it is a list of messages as JSON."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return value
+    with contextlib.suppress(BadRow):
+        return decode_json(value, "")
+    return value
+
+
+def _common_text(first: str, second: str) -> str:
+    """Return the text that two texts begin with, up to the last white space: a word belongs to its answer."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return re.match(r"(?s)(.*\s)?", "".join(one for one, _ in pairs))[0].rstrip(" ")  # type: ignore[index]
+
+
 def _read_text(row: Mapping[str, Any]) -> Completion:
     return Completion("", require_text(row["text"]))
 
@@ -245,8 +310,10 @@ FORMATS = (
     Format("instructions and answers", (QUESTIONS, ANSWERS), (*CONTEXTS, "history", *SIDE_COLUMNS), _read_instruction),
     Format("plain text", (("text",),), (), _read_text),
 )
+PAIR_FORMATS = (Format("preference pairs", (("chosen",), ("rejected",)), ("prompt", *SIDE_COLUMNS), _read_pair),)
+ALL_FORMATS = (*FORMATS, *PAIR_FORMATS)
 UNSUPPORTED = {
-    ("chosen", "rejected"): "a preference pair (chosen, rejected): this project does not support DPO",
+    ("chosen", "rejected"): "a preference pair (chosen, rejected), which needs --task preference",
     ("prompt", "completion", "label"): "a rated completion (label): this project does not support KTO",
 }
 """Columns that identify unsupported formats, and why their rows are rejected."""

@@ -21,6 +21,7 @@ from ray import ObjectRef
 
 from raymill.data import samples
 from raymill.data.filters.gate import Gate
+from raymill.data.options import Task
 from raymill.data.packed_folder import PackedFolder
 from raymill.data.packing import pack
 from raymill.data.samples import Samples
@@ -43,6 +44,7 @@ class ShardPlan:
     seed: int
     partitions: int
     deduplicate: bool = False
+    task: Task = "supervised"
     sources: tuple[str, ...] = ()
     """Names of the inputs."""
 
@@ -238,7 +240,7 @@ def _save_dropped(rows: pa.Table, plan: ShardPlan, number: int) -> tuple[pa.Tabl
 def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -> ShardSummary | None:
     if not len(documents):
         return None
-    packed = pack(documents, plan.sequence_length, pad_id)
+    packed = pack(documents, plan.sequence_length, pad_id, together=2 if plan.task == "preference" else 1)
     columns = [column.combine_chunks().flatten().to_numpy() for column in packed.columns]
     buffer = pa.BufferOutputStream()
     group_rows = max(1, ROW_GROUP_TOKENS // plan.sequence_length)

@@ -90,6 +90,8 @@ def _pack(table: pa.Table, tokenizer_ref: ObjectRef, use_fastokens: bool, embedd
 class StreamSource:
     """This worker's share of the stream, repeated endlessly."""
 
+    rows_per_epoch = None
+
     def __init__(self, stream: StreamInput, rows_per_rank: int) -> None:
         self.sequence_length = stream.tokenizer.sequence_length
         self.chat_template = stream.tokenizer.tokenizer.chat_template

@@ -1,6 +1,7 @@
 """Turn rows into tokenized documents with labels, so that only what the model should write is trained."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -8,7 +9,7 @@ import pyarrow as pa
 
 from raymill.data.chat_template import ChatTemplate, TemplateRejection, suggestion
 from raymill.data.document_encoder import DocumentEncoder, EncodedText
-from raymill.data.examples import BadRow, Completion, Conversation, Example, from_json
+from raymill.data.examples import BadRow, Completion, Conversation, Example, Pair, from_json
 from raymill.data.options import Overlong, PastReasoning, PreprocessOptions, TokenizerEngine, Turns
 from raymill.data.row_formats import read_example
 from raymill.data.template_renderer import RenderedText
@@ -110,8 +111,8 @@ class DocumentTokenizer:
         """
         examples = [_or_bad_row(self._read, row) for row in table.to_pylist()]
         found: list[tuple[int, TokenizedDocument | BadRow]] = []
-        for number, encoded in enumerate(self._encode(examples)):
-            documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded)
+        for number, (example, encoded) in enumerate(zip(examples, self._encode(examples), strict=True)):
+            documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded, isinstance(example, Pair))
             found += [(number, one) for one in ([documents] if isinstance(documents, BadRow) else documents)]
         return _as_table(found)
 
@@ -121,8 +122,9 @@ class DocumentTokenizer:
         Raises:
             BadRow: the row cannot be used.
         """
-        [encoded] = self._encode([self._read(row)])
-        documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded)
+        example = self._read(row)
+        [encoded] = self._encode([example])
+        documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded, isinstance(example, Pair))
         if isinstance(documents, BadRow):
             raise documents
         return documents
@@ -131,7 +133,8 @@ class DocumentTokenizer:
         if row.get("problem"):
             raise BadRow(row["problem"])
         example = from_json(row["row"]) if isinstance(row.get("row"), bytes) else read_example(row)
-        if isinstance(example, Conversation) and not self.template:
+        first = example.chosen if isinstance(example, Pair) else example
+        if isinstance(first, Conversation) and not self.template:
             raise UserError(
                 f"{self._model} has no chat template; set chat_template in [preprocess] to "
                 f"{suggestion(self.tokenizer)}."
@@ -139,6 +142,12 @@ class DocumentTokenizer:
         return example
 
     def _encode(self, examples: list[Example | BadRow]) -> list[list[EncodedText] | BadRow]:
+        """Return the texts of each example. Those of a pair are the chosen and the rejected one."""
+        parts = [list(example) if isinstance(example, Pair) else [example] for example in examples]
+        encoded = iter(self._encode_each([part for some in parts for part in some]))
+        return [_pair(*islice(encoded, 2)) if len(some) == 2 else next(encoded) for some in parts]
+
+    def _encode_each(self, examples: list[Conversation | Completion | BadRow]) -> list[list[EncodedText] | BadRow]:
         conversations = [example for example in examples if isinstance(example, Conversation)]
         rendered = iter(self.template.batch(conversations) if self.template else [])
         texts = [self._texts(example, rendered) for example in examples]
@@ -147,7 +156,7 @@ class DocumentTokenizer:
         return [one if isinstance(one, BadRow) else [text for _ in one for text in next(encoded)] for one in texts]
 
     def _texts(
-        self, example: Example | BadRow, rendered: Iterator[list[RenderedText] | TemplateRejection]
+        self, example: Conversation | Completion | BadRow, rendered: Iterator[list[RenderedText] | TemplateRejection]
     ) -> Sequence[RenderedText | Completion] | BadRow:
         """Return the texts to encode. `rendered` yields the texts of the next conversation."""
         if isinstance(example, BadRow):
@@ -165,9 +174,13 @@ class DocumentTokenizer:
         ended = completion.rstrip()
         return ended if eos and ended.endswith(eos) else completion + eos
 
-    def _cut_all(self, encoded: list[EncodedText]) -> list[TokenizedDocument] | BadRow:
-        """Return the documents of one row, cut to `sequence_length` tokens each, or the reason why the row is bad."""
-        if any(len(text.ids) > self.sequence_length for text in encoded):
+    def _cut_all(self, encoded: list[EncodedText], is_pair: bool) -> list[TokenizedDocument] | BadRow:
+        """Return the documents of one row, or the reason why the row is bad.
+
+        Each has at most `sequence_length` tokens or, in a pair, both together.
+        """
+        sizes = [len(text.ids) for text in encoded]
+        if (sum(sizes) if is_pair else max(sizes)) > self.sequence_length:
             if self.overlong == "error":
                 raise UserError(
                     f"a conversation has more than sequence_length = {self.sequence_length} tokens; pass a larger "
@@ -175,15 +188,27 @@ class DocumentTokenizer:
                 )
             if self.overlong == "drop":
                 return BadRow("longer than sequence_length")
-        cut = list(map(self._cut, encoded))
+        if is_pair:
+            return self._cut_pair(encoded)
+        cut = [self._cut(text, self.sequence_length) for text in encoded]
         good = [document for document in cut if document is not None]
         if good and len(good) < len(cut):  # a whole turn was cut off: count it as a cut
             good[-1] = good[-1]._replace(cut=True)
         return good or BadRow("no trained token within sequence_length")
 
-    def _cut(self, text: EncodedText) -> TokenizedDocument | None:
-        """Return a document of at most `sequence_length` tokens, or None if no trained token is left."""
-        tokens = np.array(text.ids[: self.sequence_length], np.int32)
+    def _cut_pair(self, encoded: list[EncodedText]) -> list[TokenizedDocument] | BadRow:
+        """Return both documents, with answers that are cut to the same number of tokens."""
+        prompts = [text.spans[0][0] if text.spans else len(text.ids) for text in encoded]
+        answers = [len(text.ids) - prompt for text, prompt in zip(encoded, prompts, strict=True)]
+        room = self.sequence_length - sum(prompts)
+        longest = max(answers) if sum(answers) <= room else max(room // 2, room - min(answers))
+        cut = [self._cut(text, prompt + longest) for text, prompt in zip(encoded, prompts, strict=True)]
+        good = [document for document in cut if document is not None]
+        return good if len(good) == 2 else BadRow("no trained token of both answers within sequence_length")
+
+    def _cut(self, text: EncodedText, length: int) -> TokenizedDocument | None:
+        """Return a document of at most so many tokens, or None if no trained token is left."""
+        tokens = np.array(text.ids[: max(0, length)], np.int32)
         labels = np.full(len(tokens), NOT_TRAINED, np.int32)
         # do not train the first token: it has no context, because the preceding tokens belong to another document
         spans = [(max(start, 1), min(stop, len(tokens))) for start, stop in text.spans]
@@ -191,6 +216,16 @@ class DocumentTokenizer:
         for start, stop in spans:
             labels[start:stop] = tokens[start:stop]
         return TokenizedDocument(tokens, labels, len(text.ids) > len(tokens), text.is_fast) if spans else None
+
+
+def _pair(chosen: list[EncodedText] | BadRow, rejected: list[EncodedText] | BadRow) -> list[EncodedText] | BadRow:
+    if isinstance(chosen, BadRow):
+        return chosen
+    if isinstance(rejected, BadRow):
+        return rejected
+    if len(chosen) + len(rejected) != 2:
+        return BadRow("an answer whose turns the chat template renders as several documents")
+    return [*chosen, *rejected]
 
 
 def _or_bad_row(function: Callable[..., T], *arguments: Any) -> T | BadRow:

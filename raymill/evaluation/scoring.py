@@ -11,13 +11,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from raymill.data.options import Task
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.data.tokenizer import eos_ids, load_tokenizer
 from raymill.errors import UserError
 from raymill.evaluation.candidates import Candidate
 from raymill.model_config import context_length
 from raymill.ray_support import model_cache
-from raymill.training import composite
+from raymill.training import composite, objectives
 from raymill.training.dataset import Batch, PackedRows, trained_tokens
 from raymill.training.packed_attention import model_inputs
 
@@ -66,6 +67,32 @@ def score(
         exact=answers - _count_segments(wrong, begins),
     )
     return counts, {name_of(metric): _measure(metric, model, batch, output.logits) for metric in metrics}
+
+
+def chosen_is_likelier(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
+    """Return how many pairs have a chosen answer that is likelier than the rejected one, and the number of pairs."""
+    return _compare(batch, logits, per_token=False)
+
+
+def chosen_is_likelier_per_token(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
+    """Return the same for the mean log-probability of a token, which does not favor short answers."""
+    return _compare(batch, logits, per_token=True)
+
+
+METRICS_OF_TASK: dict[Task, tuple[Metric, ...]] = {
+    "supervised": (),
+    "preference": (chosen_is_likelier, chosen_is_likelier_per_token),
+}
+
+
+def _compare(batch: Batch, logits: torch.Tensor, *, per_token: bool) -> tuple[float, float]:
+    losses = functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+    trained = objectives.is_trained(batch)
+    logps = objectives.document_sums(torch.where(trained, -functional.pad(losses, (1, 0)), 0.0), batch)
+    tokens = objectives.document_sums(trained.float(), batch)
+    pairs = objectives.pair_up(logps / tokens.clamp(min=1) if per_token else logps)
+    exist = objectives.pair_up(tokens).amin(-1) > 0
+    return float(((pairs[..., 0] > pairs[..., 1]) & exist).sum()), float(exist.sum())
 
 
 def _measure(metric: Metric, model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:

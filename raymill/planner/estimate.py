@@ -11,6 +11,7 @@ from raymill.planner import memory, serving
 from raymill.planner.memory import MAX_GPUS, Training, recommend
 from raymill.planner.serving import Serving, kv_bytes
 from raymill.planner.shape import Shape, shape_of
+from raymill.training.options import OptimizerName
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def estimate(
     precision: Literal["fp32", "bf16"],
     chunked_loss: bool,
     checkpointing_interval: int,
-    optimizers: tuple[tuple[str, float], ...],
+    optimizer: OptimizerName,
+    own_optimizers: tuple[tuple[str, float], ...],
     types: tuple[InstanceType, ...],
     max_instances: int,
     tokens: int | None,
@@ -103,8 +105,8 @@ def estimate(
 ) -> ModelPlan:
     """Return the plan for a model with this configuration.
 
-    `optimizers` are those of `Training`. `serving_types` are those that the region offers. `dollars_per_instance_hour`
-    returns the prices of the cluster's types and of those that it is asked for.
+    `own_optimizers` are those of `Training`. `serving_types` are those that the region offers.
+    `dollars_per_instance_hour` returns the prices of the cluster's types and of those that it is asked for.
 
     Raises:
         UserError: the configuration is not that of a causal language model.
@@ -116,7 +118,8 @@ def estimate(
         precision,
         chunked_loss=chunked_loss,
         checkpointing_interval=checkpointing_interval,
-        optimizers=optimizers,
+        optimizer=optimizer,
+        own_optimizers=own_optimizers,
         gpus=num_workers,
         gpus_per_instance=types[0].gpus,
     )

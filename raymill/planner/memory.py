@@ -11,9 +11,10 @@ from typing import Literal
 
 from raymill.instance_types import Gpu, InstanceType
 from raymill.planner.shape import LORA_RANK, Shape
+from raymill.training import optimizers
 from raymill.training.chunked_loss import CHUNK
 from raymill.training.flops import flops_per_token
-from raymill.training.optimizer import ADAMW_VALUES
+from raymill.training.options import OPTIMIZER_JOBS, OptimizerName
 
 GIB = 2**30
 USABLE = 0.9  # share of memory to fill; CUDA's context, NCCL's buffers and fragmentation take the rest
@@ -86,19 +87,20 @@ class Training:
     """With gradient checkpointing, one in this many blocks keeps only its input."""
     gpus: int = 1
     gpus_per_instance: int = 8
-    optimizers: tuple[tuple[str, float], ...] = ()
-    """Pairs of a job and the numbers that its optimizer keeps for each parameter: `Strategy.optimizer_values`. Other
-    jobs have AdamW."""
+    optimizer: OptimizerName = "adamw"
+    own_optimizers: tuple[tuple[str, float], ...] = ()
+    """Pairs of a job and the numbers that an optimizer of its own keeps for each parameter:
+    `Strategy.optimizer_values`."""
 
     @property
     def width(self) -> int:
         """Bytes per number in the computation."""
         return 2 if self.precision == "bf16" else 4
 
-    @property
-    def optimizer_bytes(self) -> float:
-        """Bytes per trained parameter that the optimizer keeps."""
-        return 4 * dict(self.optimizers).get(self.method.job, ADAMW_VALUES)
+    def optimizer_bytes(self, shape: Shape) -> float:
+        """Return the bytes per trained parameter that the optimizer keeps."""
+        matrices = 1.0 if self.lora else 1 - (shape.embeddings + shape.experts) / shape.parameters
+        return 4 * dict(self.own_optimizers).get(self.method.job, optimizers.kept_values(self.optimizer, matrices))
 
     @property
     def instance_gpus(self) -> int:
@@ -138,7 +140,7 @@ def states(shape: Shape, training: Training) -> Memory:
     Sources: ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054, section 3; ZeRO-Offload, Ren et al. 2021,
     arXiv:2101.06840, section 4. ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 4.2.
     """
-    method, width, optimizer = training.method, training.width, training.optimizer_bytes
+    method, width, optimizer = training.method, training.width, training.optimizer_bytes(shape)
     trained, frozen = (shape.adapters, shape.parameters) if training.lora else (shape.parameters, 0)
     frozen += shape.untrained
     share = trained / training.shards
@@ -290,7 +292,7 @@ def peak(shape: Shape, training: Training) -> Memory:
     if method.zero_stage in (1, 2):
         start = 2 * width * trained + width * (shape.untrained + (shape.parameters if training.lora else 0))
     copied = share if method.zero_stage or method.is_fsdp else trained
-    host = (4 + training.optimizer_bytes) * copied
+    host = (4 + training.optimizer_bytes(shape)) * copied
     if method.offload_optimizer:
         step, host = 0, held.host + _pinning(shape, training)
         if method.zero_stage == 3 and not method.offload_parameters:
@@ -351,7 +353,9 @@ def _pinned(size: float) -> float:
 
 
 def fits(shape: Shape, training: Training, instance: InstanceType) -> bool:
-    """Return whether training fits into the memory of each GPU and of each instance."""
+    """Return whether training fits into the memory of each GPU and of each instance, and has its optimizer there."""
+    if training.method.job not in OPTIMIZER_JOBS.get(training.optimizer, {training.method.job}):
+        return False
     training = replace(training, gpus_per_instance=instance.gpus)
     needed = peak(shape, training)
     main_memory = training.instance_gpus * needed.host

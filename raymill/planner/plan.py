@@ -51,7 +51,8 @@ def plan(
         precision=train.precision,
         chunked_loss=train.chunked_loss,
         checkpointing_interval=train.gradient_checkpointing_interval,
-        optimizers=tuple((name, job.load(name).STRATEGY.optimizer_values) for name in job_scripts.fine_tuning()),
+        optimizer=train.optimizer,
+        own_optimizers=_own_optimizers(),
         types=types,
         max_instances=file.max_workers,
         tokens=_tokens(settings.resolve(train.data)),
@@ -74,6 +75,12 @@ def plan(
             f"Wrote these settings to {sections} in settings.toml. To see what changed, run: git diff settings.toml",
             markup=False,
         )
+
+
+def _own_optimizers() -> tuple[tuple[str, float], ...]:
+    """Return the numbers for each parameter that optimizers of the project's own strategies keep, by job."""
+    kept = {name: job.load(name).STRATEGY.optimizer_values for name in job_scripts.fine_tuning()}
+    return tuple((name, values) for name, values in kept.items() if values is not None)
 
 
 def _tokens(data: str) -> int | None:

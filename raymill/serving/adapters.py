@@ -34,10 +34,11 @@ IGNORED_BY_VLLM = (
     "alora_invocation_tokens",
     "use_qalora",
     "use_bdlora",
+    "use_dora",
     "arrow_config",
     "kasa_config",
 )
-"""Options of peft that change an adapter's output. vLLM loads the adapter without an error, and answers wrongly."""
+"""Options of peft that change an adapter's output. Most of them, vLLM ignores: it would answer wrongly."""
 
 log = logging.getLogger("ray.serve")
 
@@ -60,7 +61,7 @@ class AdapterCheck(NamedTuple):
         if not isinstance(config, dict) or not isinstance(config.get("base_model_name_or_path"), str):
             return f"{CONFIG} is damaged; train it again"
         if ignored := [name for name in IGNORED_BY_VLLM if config.get(name)]:
-            return f"vLLM does not support its {ignored[0]}; merge it into the model, and serve that"
+            return f"vLLM does not support its {ignored[0]}; serve the model into which it is merged, model/ of its run"
         rank = config.get("r")
         if isinstance(rank, int) and rank > self.max_rank:
             return f"its rank {rank} is more than max_lora_rank = {self.max_rank} in [serve]"

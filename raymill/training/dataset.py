@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel
 
 from raymill import state_files
+from raymill.data.options import Task
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.errors import UserError
 from raymill.settings import inv
@@ -25,7 +26,8 @@ Arrays = dict[str, np.ndarray]
 
 Batch = dict[str, torch.Tensor]
 """Each of COLUMNS as an int64 tensor of shape (rows, sequence_length), and `document_starts`, an int32 tensor of shape
-(rows, documents): where each document starts in its row, and sequence_length where a row has fewer documents."""
+(rows, documents): where each document starts in its row, and sequence_length where a row has fewer documents. With a
+reference model, also `reference`: a float32 tensor of shape (rows, documents)."""
 
 
 class ShardFile(BaseModel):
@@ -58,6 +60,7 @@ class Manifest(BaseModel):
     sequence_length: int
     content_hash: str
     tokenizer: TokenizerRecord
+    task: Task = "supervised"
     largest_id: int | None = None
     """Largest token id in the rows. None: an earlier version of `preprocess` wrote them."""
     train: Split
@@ -93,6 +96,9 @@ class PackedRows:
         before = (self._sizes.cumsum() - self._sizes).tolist()
         first: dict[str, int] = {}
         self._starts = [start - first.setdefault(file, start) for file, start in zip(self._files, before, strict=True)]
+        self._before = before
+        self.reference: np.ndarray | None = None
+        """A value for each document, of shape (rows, documents), with rows in the order of the files."""
         self._seed = seed
         self._read_group = lru_cache(maxsize=2)(self._read_group)  # two, because a batch may span two groups
         if len(self) != sum(shard.rows for shard in shards):
@@ -109,7 +115,11 @@ class PackedRows:
             {name: array[rows] for name, array in self._read_group(group).items()}
             for group, rows in self._locate(first, count)
         ]
-        return as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
+        batch = as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
+        if self.reference is not None:
+            located = [self._before[group] + rows for group, rows in self._locate(first, count)]
+            batch["reference"] = _of_documents(self.reference[np.concatenate(located)], batch["document_starts"])
+        return batch
 
     def names(self, first: int, count: int) -> list[str]:
         """Return the names of the rows at these positions, as FILE:ROW. Rows are counted from 0."""
@@ -168,6 +178,13 @@ def _document_starts(positions: np.ndarray) -> np.ndarray:
     columns = 1 << (int(starts.sum(axis=1).max()) - 1).bit_length()
     order = np.argsort(~starts, axis=1, kind="stable")[:, :columns]
     return np.where(np.take_along_axis(starts, order, axis=1), order, positions.shape[1]).astype(np.int32)
+
+
+def _of_documents(values: np.ndarray, starts: torch.Tensor) -> torch.Tensor:
+    """Return values of documents, with as many columns as the batch has."""
+    columns = starts.shape[1]
+    wide = np.pad(values, ((0, 0), (0, max(0, columns - values.shape[1]))))
+    return torch.from_numpy(np.ascontiguousarray(wide[:, :columns]))
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """DistributedDataParallel as a `Strategy`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,7 +23,7 @@ class DDP(Strategy):
     def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
         self.module = runtime.wrap(model)
-        self.optimizer = self.make_optimizer(model, options)
+        self._use_optimizer(model, options)
         self._is_writer = runtime.rank == 0
         self._max_grad_norm = options.max_grad_norm
         self._bf16 = options.precision == "bf16"
@@ -35,13 +35,12 @@ class DDP(Strategy):
         is_local = not last and isinstance(module, DistributedDataParallel)
         with module.no_sync() if is_local else nullcontext():  # one all-reduce per step, not per micro-batch
             loss = self.summed_loss(batch)
-            (loss * scale).backward()
+            self._scaled(loss, scale).backward()
         return loss.detach()
 
-    def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Return `loss` in the precision of the options."""
+    def in_precision(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._bf16):
-            return super().summed_loss(batch)
+            return compute()
 
     def step(self, learning_rate: float) -> torch.Tensor:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)

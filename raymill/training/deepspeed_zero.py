@@ -84,7 +84,7 @@ class ZeRO(Strategy):
     def __init__(self, model: PreTrainedModel, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
         self.copies_state = not options.offload_optimizer  # main memory may have no room for a copy of offloaded states
-        self.optimizer = self.make_optimizer(model, options)
+        self._use_optimizer(model, options)
         self.module = self._engine = _initialize(model, self.optimizer, config(options, runtime, plan))
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0
@@ -93,7 +93,7 @@ class ZeRO(Strategy):
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         loss = self.summed_loss(batch)
         # `scale` already divides by the tokens of the step, so DeepSpeed must not divide by the accumulation steps
-        self._engine.backward(loss * scale, scale_wrt_gas=False)
+        self._engine.backward(self._scaled(loss, scale), scale_wrt_gas=False)
         if not last:
             self._engine.step()  # counts the micro-batch, but updates nothing yet
         return loss.detach()

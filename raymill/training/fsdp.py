@@ -75,7 +75,7 @@ class FSDP(Strategy):
             shard(module, reshard_after_forward=False)  # the backward pass begins with it
         self.module = self._root = shard(model)
         model.load_state_dict(shards, strict=False, assign=True)
-        self.optimizer = self.make_optimizer(model, options)
+        self._use_optimizer(model, options)
         self._max_grad_norm = options.max_grad_norm
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0
@@ -88,7 +88,7 @@ class FSDP(Strategy):
         # hold all gradients in fp32. With 8 billion parameters on 8 ranks, a rank's state takes 15 GiB, not 42 GiB.
         self._root.set_requires_all_reduce(last)  # sum the gradients of replicas only once per optimizer step
         loss = self.summed_loss(batch)
-        (loss * scale).backward()
+        self._scaled(loss, scale).backward()
         return loss.detach()
 
     def step(self, learning_rate: float) -> torch.Tensor:

@@ -32,6 +32,7 @@ from raymill.training.dataset import Batch, PackedRows, read_manifest
 from raymill.training.deepspeed_zero import import_deepspeed
 from raymill.training.meter import peak_memory
 from raymill.training.metric_logger import MetricLogger
+from raymill.training.objectives import Supervised
 from raymill.training.options import TrainOptions
 from raymill.training.packed_attention import attention_mask
 from raymill.training.runtimes.runtime import Metrics, Runtime
@@ -187,6 +188,9 @@ class RunCallback(TrainerCallback):
             workers = f"{self.options.strategy} on {self.runtime.world_size} x {self.runtime.device.type}"
             print(f"{self.options.name}: {workers}; {start}", flush=True)
             self._logger = MetricLogger(self._folder, self.options, self.runtime, self._done)
+        evaluated = {} if self._done else self._evaluate()
+        if self._logger and evaluated:
+            self._logger.write_start(evaluated)
         self._restart_clock()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -269,10 +273,11 @@ class RunCallback(TrainerCallback):
 
     def _evaluate(self) -> Metrics:
         def summed_loss(batch: Batch) -> torch.Tensor:
-            return self.model(**batch, num_items_in_batch=1).loss
+            return self.model(**batch, num_items_in_batch=1).loss.reshape(1)
 
+        rows, micro_rows = self._held_out, self.options.micro_batch_rows
         self.model.eval()
-        metrics = held_out.evaluate(self._held_out, self.options.micro_batch_rows, self.runtime, summed_loss)
+        metrics = held_out.evaluate(rows, micro_rows, self.runtime, Supervised(), summed_loss)
         self.model.train()
         return metrics
 

@@ -46,6 +46,8 @@ class History:
     """One line per step. If a restart repeated a step, only the repetition is in the list."""
     data: dict[str, Any] | None = None
     """The manifest of the run's packed rows. None: the run reads a stream."""
+    start: Line | None = None
+    """The evaluation before the first step, if there was one."""
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -55,6 +57,10 @@ class History:
                 groups.append([])
             groups[-1].append(event)
         return [Attempt(group[0], last_seen(group, self.rows if group is groups[-1] else [])) for group in groups]
+
+    @property
+    def evaluations(self) -> list[Line]:
+        return [line for line in (*([self.start] if self.start else []), *self.rows) if "eval_loss" in line]
 
     @property
     def seconds(self) -> float:
@@ -106,7 +112,8 @@ def read(output: str, name: str) -> History | None:
         UserError: a file of the run is damaged.
     """
     identity, *logs = (storage.read_text(f"{output}/{name}/{file}") for file in FILES)
-    events, rows = (list(lines(log or "")) for log in logs)
+    events, logged = (list(lines(log or "")) for log in logs)
+    rows = [line for line in logged if line["step"]]
     events = list(dropwhile(lambda event: event["event"] != "start", events))  # the first lines may be damaged
     if identity is None or not (events and rows):
         return None
@@ -117,6 +124,7 @@ def read(output: str, name: str) -> History | None:
         events,
         rows,
         None if data is None else _parse(data, f"{output}/{name}/data.json"),
+        next((line for line in logged if not line["step"]), None),
     )
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from raymill.model_config import text_config
 from raymill.training.collectives import total
 from raymill.training.flops import compute_of, flops_per_token, peak_flops
+from raymill.training.objectives import Objective
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, Runtime
 
@@ -34,9 +35,11 @@ class Meter:
         model: PreTrainedModel,
         sequence_length: int,
         *,
+        objective: Objective,
         bounds_loss: bool,
     ) -> None:
         self._runtime = runtime
+        self._objective = objective
         self._largest_loss = 2 * math.log(text_config(model.config).vocab_size) if bounds_loss else math.inf
         self._tokens_per_step = options.global_batch_rows * sequence_length
         self._peak_tokens_per_s = _peak_tokens_per_s(options, runtime, model, sequence_length)
@@ -46,17 +49,22 @@ class Meter:
         """Discard the steps and restart the clock."""
         self._rows: list[Metrics] = []
         self._losses: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._start = time.perf_counter()
 
-    def add(self, step: int, lr: float, losses: torch.Tensor, grad_norm: torch.Tensor | float) -> None:
+    def add(
+        self, step: int, lr: float, sums: torch.Tensor, counts: torch.Tensor, grad_norm: torch.Tensor | float
+    ) -> None:
         """Add one step.
 
         Args:
-            losses: what each micro-batch of this rank contributes to the mean loss per trained token of the step.
+            sums: those of the objective for each micro-batch of this rank.
+            counts: what they are divided by, over all ranks.
         """
         self._rows.append({"step": step, "lr": lr})
-        self._losses.append(losses)
+        self._losses.append(sums)
+        self._counts.append(counts)
         self._norms.append(torch.as_tensor(grad_norm))
 
     def read(self) -> list[Metrics]:
@@ -66,14 +74,16 @@ class Meter:
             Diverged: a loss or gradient is not finite, or a loss is more than twice that of a uniform guess. All ranks
                 raise it.
         """
-        shares = torch.stack(self._losses)
-        sums = torch.cat([shares.sum(1), shares.new_tensor([self._seconds()])])
-        *losses, seconds = total(sums).tolist()
-        self.seconds_per_step = seconds / self._runtime.world_size / len(losses)
+        shares = torch.stack(self._losses) / torch.stack(self._counts)[:, None]
+        sums = torch.cat([shares.sum(1).flatten(), shares.new_tensor([self._seconds()])])
+        *flat, seconds = total(sums).tolist()
+        width = shares.shape[-1]
+        values = [self._objective.named(flat[first : first + width]) for first in range(0, len(flat), width)]
+        self.seconds_per_step = seconds / self._runtime.world_size / len(values)
         tokens_per_s = self._tokens_per_step / self.seconds_per_step
         memory = peak_memory(self._runtime.device) / 2**30
-        for number, (row, loss, norm) in enumerate(zip(self._rows, losses, self._norms, strict=True)):
-            row |= {"loss": loss, "grad_norm": float(norm), "tokens_per_s": tokens_per_s, "memory_gib": memory}
+        for number, (row, named, norm) in enumerate(zip(self._rows, values, self._norms, strict=True)):
+            row |= named | {"grad_norm": float(norm), "tokens_per_s": tokens_per_s, "memory_gib": memory}
             if self._peak_tokens_per_s:
                 row["mfu"] = tokens_per_s / self._peak_tokens_per_s
             self._refuse_divergence(row, shares[number])
@@ -93,7 +103,7 @@ class Meter:
         else:
             return
         broken = torch.zeros(self._runtime.world_size, len(shares), device=shares.device)
-        broken[self._runtime.rank] = ~shares.isfinite()
+        broken[self._runtime.rank] = ~shares.isfinite().all(-1)
         micro_batches = total(broken).flatten().nonzero().flatten().tolist()
         raise Diverged(int(row["step"]), reason, micro_batches or list(range(broken.numel())))
 

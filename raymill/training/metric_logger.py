@@ -21,9 +21,11 @@ class MetricLogger:
     """Logs each step once, in order. A resumed run removes the steps after its checkpoint, because it repeats them.
 
     A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib and, if known, mfu,
-    eval_loss and eval_perplexity. A line of events.jsonl holds event, step and time. Events are `start` (with a
-    description of the workers), `checkpoint` (with the seconds that training waited for it) and `end`. If a run did not
-    end normally, its restart adds the event `broken off` with the last known step. Times are Unix seconds.
+    eval_loss and eval_perplexity. The first line is for step 0, and holds an evaluation before the first step.
+
+    A line of events.jsonl holds event, step and time. Events are `start` (with a description of the workers),
+    `checkpoint` (with the seconds that training waited for it) and `end`. If a run did not end normally, its restart
+    adds the event `broken off` with the last known step. Times are Unix seconds.
     """
 
     def __init__(self, folder: RunFolder, options: TrainOptions, runtime: Runtime, done: int) -> None:
@@ -34,26 +36,36 @@ class MetricLogger:
         if events and events[-1]["event"] != "end":
             last = last_seen(events, rows)
             events.append({"event": "broken off", "step": last["step"], "time": last["time"]})
-        _write(self._metrics, (row for row in rows if row["step"] <= done))
+        _write(self._metrics, (row for row in rows if done and row["step"] <= done))
         _write(self._events, events)
-        self._board = SummaryWriter(folder.path / "tensorboard", purge_step=done + 1)
+        self._board = SummaryWriter(folder.path / "tensorboard", purge_step=done and done + 1)
         if done < self._last_step:
             self._trackers = Trackers(options, folder)
             workers = {"world_size": runtime.world_size, "strategy": options.strategy}
             self._log_event("start", done, workers | {"device": _name(runtime.device), "precision": options.precision})
+
+    def write_start(self, evaluated: Metrics) -> None:
+        """Log an evaluation before the first step."""
+        _append(self._metrics, [{"step": 0, **evaluated, "time": time.time()}])
+        self._send([{"step": 0, **evaluated}])
+        print(f"before the first step: {_evaluation(evaluated)}", flush=True)
 
     def write(self, rows: list[Metrics], seconds_per_step: float) -> None:
         """Log the steps since the last call, and print a progress line."""
         now = time.time()
         times = (now - left * seconds_per_step for left in reversed(range(len(rows))))
         _append(self._metrics, (row | {"time": at} for row, at in zip(rows, times, strict=True)))
+        self._send(rows)
+        self._show({name: value for row in rows for name, value in row.items()})  # not every row has an eval_loss
+        print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
+
+    def _send(self, rows: list[Metrics]) -> None:
+        """Send metrics to TensorBoard and to trackers."""
         for row in rows:
             for name, value in row.items():
                 self._board.add_scalar(name, value, int(row["step"]))
         self._board.flush()
         self._trackers.write(rows)
-        self._show({name: value for row in rows for name, value in row.items()})  # not every row has an eval_loss
-        print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
 
     def checkpoint(self, step: int, waited_s: float) -> None:
         """Log a checkpoint after `step`, and for how many seconds saving it delayed training."""
@@ -104,5 +116,11 @@ def progress_line(row: Metrics, last_step: int, seconds_per_step: float) -> str:
     parts.append(f"{row['memory_gib']:.1f} GiB")
     parts.append(f"{left} left")
     if "eval_loss" in row:
-        parts.append(f"evaluation loss {row['eval_loss']:.4f}, perplexity {row['eval_perplexity']:.2f}")
+        parts.append(_evaluation(row))
     return "  ".join(parts)
+
+
+def _evaluation(row: Metrics) -> str:
+    shown = {"eval_perplexity": ".2f", "eval_rewards/accuracies": ".1%"}
+    more = [f"{name.removeprefix('eval_')} {row[name]:{form}}" for name, form in shown.items() if name in row]
+    return ", ".join([f"evaluation loss {row['eval_loss']:.4f}", *more])

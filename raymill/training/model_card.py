@@ -8,6 +8,11 @@ from raymill.data.report import Cells
 from raymill.training.history import History
 from raymill.training.report import data_reports
 
+SHOWN = {
+    "eval_perplexity": "evaluation perplexity at the end",
+    "eval_rewards/accuracies": "share of held-out pairs at the end whose chosen answer has the higher reward",
+}
+
 
 def card(run: History, title: str, license_id: str, *, is_adapter: bool, other_parts: Collection[str] = ()) -> str:
     """Return the card as Markdown. Its metadata are those of https://huggingface.co/docs/hub/model-cards.
@@ -64,7 +69,7 @@ def _results(run: History) -> Cells:
     if evaluated:
         results |= {
             "evaluation loss at the end": f"{evaluated[-1]['eval_loss']:.4f}",
-            "evaluation perplexity at the end": f"{evaluated[-1]['eval_perplexity']:.3f}",
+            **{SHOWN[name]: f"{evaluated[-1][name]:.3f}" for name in SHOWN if name in evaluated[-1]},
         }
     return [{"metric": name, "value": value} for name, value in results.items()]
 

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
@@ -27,18 +28,21 @@ from raymill.model_config import text_config
 from raymill.ray_support import model_cache
 from raymill.training import chunked_loss, composite, lora_merge, packed_attention, weight_files
 from raymill.training.options import TrainOptions
+from raymill.training.token_losses import use_token_losses
 from raymill.training.weight_files import Weight
 
 Options = TypeVar("Options", bound=TrainOptions)
 
 
-def load_model(options: TrainOptions) -> PreTrainedModel:
+def load_model(options: TrainOptions, has_token_losses: bool = False) -> PreTrainedModel:
     """Return the model or, in the context of a strategy's `loading`, this rank's share of it.
 
     Weights that are trained are in fp32, whatever the `precision`.
 
     With LoRA, every linear layer that text reaches gets an adapter, except the output layer, and only the adapters are
     trained. The frozen weights have the data type of the computation, or 4 bits with `quantize_base`.
+
+    With `has_token_losses`, the model returns the loss of each token, and has no dropout.
     """
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
@@ -47,7 +51,10 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
         packed_attention.use_varlen(model)
     if options.liger:
         _use_liger(model)
-    if options.chunked_loss and chunked_loss.has_chunks(model):
+    if has_token_losses:
+        _remove_dropout(model)
+        use_token_losses(model)
+    elif options.chunked_loss and chunked_loss.has_chunks(model):
         chunked_loss.use_chunks(model)
     if options.lora_rank:
         _add_adapters(model, options)
@@ -57,6 +64,14 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
         for layer in decoder_layers(model):  # layer by layer, because equal layers share one compilation
             layer.compile()
     return model.train()
+
+
+def _remove_dropout(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 def _use_liger(model: PreTrainedModel) -> None:
@@ -82,21 +97,39 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules="all-linear",
+        target_modules=_targets(model, options) or "all-linear",
         exclude_modules=_not_adapted(model),
+        use_rslora=options.rslora,
+        use_dora=options.dora,
         task_type="CAUSAL_LM",
     )
     try:
-        model.add_adapter(lora)
+        with implicit_replication():  # DoRA adds full adapters to weights of which FSDP has loaded this rank's rows
+            model.add_adapter(lora)
     except ValueError as error:
-        if not options.lora_dropout:
+        if not (options.lora_dropout or options.dora):
             raise
+        setting = "--lora-dropout 0" if options.lora_dropout else "--no-dora"
         raise UserError(
-            f"adapters of {options.model} cannot have dropout ({error}). Add --lora-dropout 0, which mixtures of "
-            "experts need."
+            f"{options.model} cannot have such adapters ({error}). Add {setting}, which mixtures of experts need."
         ) from None
     cast_adapter_dtype(model, "default")  # peft gave the adapters the data type of the frozen weights
     model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
+
+
+def _targets(model: PreTrainedModel, options: TrainOptions) -> list[str]:
+    """Return the names in `lora_targets`. peft would ignore an unknown one among others.
+
+    Raises:
+        UserError: no linear layer has one of the names.
+    """
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if unknown := [name for name in options.lora_targets if name not in linear]:
+        raise UserError(
+            f"no linear layer of {options.model} is named {unknown[0]}. Set lora_targets to some of: "
+            f"{', '.join(sorted(linear))}."
+        )
+    return list(options.lora_targets)
 
 
 def _not_adapted(model: PreTrainedModel) -> str | None:

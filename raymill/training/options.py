@@ -6,7 +6,14 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from raymill.ray_support.workers import WorkerOptions
 from raymill.settings import inv
+from raymill.training.schedule import Schedule
 
+ObjectiveName = Literal["supervised", "dpo", "ipo", "robust", "simpo", "orpo"]
+OptimizerName = Literal["adamw", "muon", "adamw_8bit"]
+OPTIMIZER_JOBS = {"muon": ("finetune_ddp", "finetune_fsdp"), "adamw_8bit": ("finetune_ddp",)}
+"""The only jobs that have these optimizers. ZeRO's parts of flattened parameters are no matrices, and bitsandbytes
+updates no shards of FSDP."""
+OF_ADAPTERS = ("lora_targets", "rslora", "dora")
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the name of a folder, not a path
 
 
@@ -53,31 +60,60 @@ class TrainOptions(WorkerOptions):
     """Number format of the computation. On a device without bf16, fp32 is used."""
 
     lora_rank: int = Field(0, ge=0)
-    """Rank of the LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers except the output layer. Only
-    the adapters are trained. 0: no adapters; all parameters are trained."""
+    """Rank of the LoRA adapters (Hu et al. 2021, arXiv:2106.09685). Only the adapters are trained. 0: no adapters; all
+    parameters are trained."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers that get adapters, by the last part of their names, such as q_proj. Empty: all but the output
+    layer."""
     lora_alpha: PositiveInt = 32
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
+    rslora: bool = False
+    """Scale it by lora_alpha / sqrt(lora_rank) instead, for high ranks (Kalajdzievski 2023, arXiv:2312.03732)."""
+    dora: bool = False
+    """Also train the length of each row of the adapted weights (DoRA, Liu et al. 2024, arXiv:2402.09353). Slower. vLLM
+    cannot serve such adapters, but the model into which they are merged."""
     lora_dropout: float = Field(0, ge=0, lt=1)
     """Dropout probability for the inputs of the adapters."""
 
     quantize_base: bool = False
     """Quantize the frozen weights to 4 bits in the NF4 format (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
+    objective: ObjectiveName = "supervised"
+    """What to minimize. supervised: the cross-entropy of answers. For pairs that `preprocess --task preference` packed:
+    dpo, ipo, robust, simpo, orpo."""
+    beta: PositiveFloat = 0.1
+    """The larger, the closer the model stays to the base model. In simpo, the scale of the rewards; in orpo, the weight
+    of the odds ratio."""
+    label_smoothing: float = Field(0, ge=0, lt=0.5)
+    """Share of the pairs that are the wrong way round, for robust."""
+    simpo_gamma: float = Field(0.5, ge=0)
+    """By how much the reward of the chosen answer should exceed the other, for simpo."""
+
+    optimizer: OptimizerName = "adamw"
+    """muon (Jordan et al. 2024) updates hidden matrices by orthogonal steps. adamw_8bit (Dettmers et al. 2021,
+    arXiv:2110.02861) keeps 8 bits per number for them, and needs finetune_ddp. Other parameters have AdamW."""
     learning_rate: PositiveFloat
-    """Peak learning rate of AdamW."""
+    """Peak learning rate. Muon's steps are scaled so that a rate for AdamW fits."""
     reference_batch_rows: PositiveInt | None = None
     """Global batch size that learning_rate was tuned for. For other sizes, the rate is scaled linearly. None: never."""
+    schedule: Schedule = "cosine"
+    """How the learning rate changes after the warmup. cosine and linear fall to the last step; constant stays at the
+    peak; wsd stays there, and falls linearly at the end (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395)."""
     warmup_steps: int = Field(ge=0)
     """Optimizer steps until the learning rate reaches its peak."""
+    decay_share: float = Field(0.1, gt=0, le=1)
+    """Share of the steps in which wsd falls."""
     min_lr_ratio: float = Field(ge=0, le=1)
-    """Final learning rate of the cosine schedule, as a fraction of the peak."""
+    """Final learning rate, as a fraction of the peak."""
     weight_decay: float = Field(ge=0)
-    """AdamW's decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only."""
     max_grad_norm: PositiveFloat
     """Global L2 norm at which gradients are clipped."""
 
-    steps: PositiveInt
-    """Number of optimizer steps in the schedule."""
+    steps: int = Field(0, ge=0)
+    """Number of optimizer steps in the schedule. 0: as many as `epochs` need."""
+    epochs: float = Field(0, ge=0)
+    """Passes over the packed rows, instead of `steps`."""
     stop_after: PositiveInt | None = None
     """Save a checkpoint, export the model and stop after this step, before the end of the schedule. To continue, run
     the job again without this option."""
@@ -96,6 +132,14 @@ class TrainOptions(WorkerOptions):
     seed: int
     """Random seed for the row order, dropout and the initial adapters."""
 
+    ALTERNATIVES = ("steps", "epochs")
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if bool(self.steps) == bool(self.epochs):
+            raise ValueError("a run needs either steps or epochs; set one of them")
+        return self
+
     @model_validator(mode="after")
     def _adapters_are_above_quantized_weights(self) -> Self:
         if self.quantize_base and (not self.lora_rank or self.strategy != "ddp"):
@@ -104,9 +148,39 @@ class TrainOptions(WorkerOptions):
         return self
 
     @model_validator(mode="after")
+    def _has_adapters(self) -> Self:
+        if not self.lora_rank and (set_ := [name for name in OF_ADAPTERS if getattr(self, name)]):
+            raise ValueError(f"{set_[0]} needs adapters; set lora_rank = 16")
+        return self
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> Self:
+        if bool(self.label_smoothing) != (self.objective == "robust"):
+            raise ValueError("objective = robust, and no other one, needs label_smoothing; set both")
+        if self.objective != "supervised" and self.lora_dropout:
+            raise ValueError(f"objective = {self.objective} compares models without dropout; set lora_dropout = 0")
+        if self.objective != "supervised" and self.stream:
+            raise ValueError(f"objective = {self.objective} needs packed pairs; set stream = false")
+        return self
+
+    @model_validator(mode="after")
+    def _has_an_optimizer(self) -> Self:
+        jobs = OPTIMIZER_JOBS.get(self.optimizer, ())
+        if jobs and f"finetune_{self.strategy}" not in jobs:
+            commands = [inv(f"submit {job} -- --optimizer {self.optimizer}") for job in jobs]
+            raise ValueError(f"optimizer = {self.optimizer} needs another job: {' or '.join(commands)}")
+        return self
+
+    @model_validator(mode="after")
     def _liger_has_a_gpu(self) -> Self:
         if self.liger and self.device != "cuda":
             raise ValueError("liger = true needs device = cuda, because its kernels use Triton; set liger = false")
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_has_steps(self) -> Self:
+        if self.stream and self.epochs:
+            raise ValueError("stream = true needs steps: it is not known how many rows a stream packs; set steps")
         return self
 
     @model_validator(mode="after")
@@ -228,8 +302,8 @@ class HFOptions(TrainOptions):
 
     @model_validator(mode="after")
     def _train_hf_can_do_it(self) -> Self:
-        for name in ("lora_rank", "quantize_base", "stream", "stop_after"):
-            if value := getattr(self, name):
+        for name in ("lora_rank", "quantize_base", "stream", "stop_after", "objective", "optimizer", "schedule"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(f"train_hf cannot use {name} = {str(value).lower()}; remove it, or use finetune_ddp")
         if self.arguments.get("fsdp") and self.device == "cpu":
             raise ValueError("fsdp in arguments needs device = cuda: on CPUs, Accelerate would train without FSDP")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from raymill import code_identity, settings, state_files
+from raymill.data.options import Task
 from raymill.data.tokenizer import load_tokenizer, tokenizer_hash
 from raymill.errors import UserError
 from raymill.model_config import context_length, text_config
@@ -20,6 +21,7 @@ from raymill.training import storage, weights_check
 from raymill.training.dataset import Manifest, TokenizerRecord, read_manifest
 from raymill.training.flops import carries_state
 from raymill.training.options import TrainOptions
+from raymill.training.schedule import steps_of
 
 Options = TypeVar("Options", bound=TrainOptions)
 
@@ -32,16 +34,34 @@ DECIDES_NUMBERS = {
     "reference_batch_rows",
     "warmup_steps",
     "min_lr_ratio",
+    "schedule",
+    "optimizer",
+    "objective",
+    "beta",
+    "label_smoothing",
+    "simpo_gamma",
+    "decay_share",
     "weight_decay",
     "max_grad_norm",
     "steps",
     "precision",
     "lora_rank",
     "lora_alpha",
+    "lora_targets",
+    "rslora",
+    "dora",
     "lora_dropout",
     "quantize_base",
     "seed",
 }
+
+
+DEFAULTS = {
+    name: list(field.default) if isinstance(field.default, tuple) else field.default
+    for name, field in TrainOptions.model_fields.items()
+    if name in DECIDES_NUMBERS and not field.is_required()
+}
+"""What runs had that an older version started, which did not record all of these settings."""
 
 
 def with_absolute_paths(options: Options) -> Options:
@@ -54,9 +74,22 @@ def with_absolute_paths(options: Options) -> Options:
     return options.model_copy(update=paths)
 
 
-def check_packed(options: TrainOptions) -> Identity:
-    """Refuse packed data that does not fit the model. Return the identity of the run."""
+def with_steps(options: Options) -> Options:
+    """Return the options with the number of steps that `epochs` need.
+
+    Raises:
+        UserError: there are no packed rows.
+    """
+    if not options.epochs:
+        return options
+    rows = read_manifest(options.data).train.rows
+    return options.model_copy(update={"steps": steps_of(options.epochs, rows, options.global_batch_rows)})
+
+
+def check_packed(options: TrainOptions, task: Task = "supervised") -> Identity:
+    """Refuse packed data that does not fit the task and the model. Return the identity of the run."""
     manifest = read_manifest(options.data)
+    check_task(options, manifest, task)
     config = load_config(options.model)
     check_data(options, manifest)
     check_model(options.model, config, manifest)
@@ -83,6 +116,17 @@ def load_config(model: str) -> PreTrainedConfig:
         raise hub_access.explain(error, model) or UserError(
             f"cannot load the model {model} ({reason}). Correct the model's folder, URI or hub id."
         ) from None
+
+
+def check_task(options: TrainOptions, manifest: Manifest, task: Task) -> None:
+    """Refuse rows that were packed for another task than `task`."""
+    made_for = manifest.task
+    if made_for != task:
+        again = inv(f"submit preprocess -- --task {task} --output", f"{options.data}-{task}")
+        raise UserError(
+            f"the rows in {options.data} were packed for the task {made_for}, but objective = {options.objective} "
+            f"needs {task}. Pack rows for it: {again}"
+        )
 
 
 def check_data(options: TrainOptions, manifest: Manifest) -> None:
@@ -146,7 +190,7 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
         "weights of the base model": f"fingerprint {weights_check.fingerprint(options.model)}",
         "data": data,
         "strategy": options.strategy,
-        **options.model_dump(include=DECIDES_NUMBERS),
+        **options.model_dump(mode="json", include=DECIDES_NUMBERS),
     }
 
 
@@ -173,7 +217,7 @@ def claim(options: TrainOptions, identity: Identity) -> None:
 
 
 def _refuse_another_identity(existing: Identity, identity: Identity, name: str) -> None:
-    existing = code_identity.OF_THE_LIBRARY | existing  # in runs of an older version
+    existing = code_identity.OF_THE_LIBRARY | DEFAULTS | existing  # in runs of an older version
     for key, value in identity.items():
         if existing.get(key) != value:
             raise UserError(

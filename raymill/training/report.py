@@ -99,11 +99,15 @@ def page(runs: list[History], summary: Summary, output: str) -> str:
         drawn=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         summary=list(zip(summary, cycle(COLORS))),
         names=[run.name for run in runs],
-        identities={key: [run.identity.get(key, "") for run in runs] for run in runs for key in run.identity},
+        identities={key: [_shown(run.identity.get(key, "")) for run in runs] for run in runs for key in run.identity},
         figure=plots.html(figure(runs), "curves"),
         data=data,
         lengths=plots.html(lengths(data), "lengths", has_plotly=True),
     )
+
+
+def _shown(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def figure(runs: list[History]) -> go.Figure:
@@ -143,7 +147,7 @@ def _marks(run: History, color: str) -> Iterator[Curve]:
     """Yield marks on the loss curve: evaluations, checkpoints, and the first step after each restart."""
     by_step = {row["step"]: row for row in run.rows}
     marked = {
-        "evaluation": ([row for row in run.rows if "eval_loss" in row], "eval_loss", "lines+markers"),
+        "evaluation": (run.evaluations, "eval_loss", "lines+markers"),
         "checkpoint": ([by_step[step] for step in run.checkpoints if step in by_step], "loss", "markers"),
         "restart": ([by_step[step + 1] for step in run.restarts if step + 1 in by_step], "loss", "markers"),
     }
@@ -182,7 +186,7 @@ def _switch(curves: list[Curve]) -> dict[str, Any]:
 
 def _cells(run: History, price: Price) -> dict[str, str]:
     last, workers = run.rows[-1], run.attempts[-1].start
-    best = min((row for row in run.rows if "eval_loss" in row), key=lambda row: row["eval_loss"], default=None)
+    best = min(run.evaluations, key=lambda row: row["eval_loss"], default=None)
     mfu = [row["mfu"] for row in run.rows if "mfu" in row]
     gpu_hours, dollars = _cost(run, price)
     numbers = " → ".join(str(number) for number, _ in groupby(attempt.start["world_size"] for attempt in run.attempts))

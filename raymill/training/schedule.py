@@ -1,9 +1,11 @@
 """Computes the batch sizes and learning rates of a run."""
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from raymill.errors import UserError
+
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
 class BatchPlan(NamedTuple):
@@ -77,13 +79,32 @@ def peak_learning_rate(learning_rate: float, global_rows: int, reference_rows: i
     return learning_rate if reference_rows is None else learning_rate * global_rows / reference_rows
 
 
-def learning_rate_at(step: int, *, peak: float, warmup_steps: int, steps: int, min_ratio: float) -> float:
+def steps_of(epochs: float, rows: int, global_rows: int) -> int:
+    """Return the number of steps in which `epochs` passes over `rows` rows are complete."""
+    return max(1, math.ceil(epochs * rows / global_rows))
+
+
+def learning_rate_at(
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    steps: int,
+    min_ratio: float,
+    schedule: Schedule = "cosine",
+    decay_share: float = 0.1,
+) -> float:
     """Return the learning rate of an optimizer step. The first step is 1.
 
-    The rate rises linearly to `peak` at step `warmup_steps` (Goyal et al. 2017, section 2.2), then falls along half a
-    cosine to `min_ratio` x `peak` at step `steps` (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
+    The rate rises linearly to `peak` at step `warmup_steps` (Goyal et al. 2017, section 2.2). Then, unless it is
+    constant, it falls to `min_ratio` x `peak` at step `steps`: along half a cosine (Loshchilov and Hutter 2016,
+    arXiv:1608.03983, eq. 5), linearly, or, with wsd, linearly in the last `decay_share` of all steps.
     """
     if step <= warmup_steps:
         return peak * step / warmup_steps
-    progress = (step - warmup_steps) / (steps - warmup_steps)
-    return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+    begin = max(warmup_steps, round(steps * (1 - decay_share))) if schedule == "wsd" else warmup_steps
+    if schedule == "constant" or step <= begin:
+        return peak
+    progress = (step - begin) / (steps - begin)
+    left = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+    return peak * (min_ratio + (1 - min_ratio) * left)

@@ -11,11 +11,17 @@ from raymill.output_lease import is_lease
 
 def read_text(location: str) -> str | None:
     """Return the content of a file, or None if it does not exist."""
+    content = read_bytes(location)
+    return None if content is None else content.decode(errors="replace")  # a damaged file may hold any bytes
+
+
+def read_bytes(location: str) -> bytes | None:
+    """Return the content of a file, or None if it does not exist."""
     filesystem, path = FileSystem.from_uri(location)
     if filesystem.get_file_info(path).type != FileType.File:
         return None
     with filesystem.open_input_stream(path) as file:
-        return file.read().decode(errors="replace")  # a damaged file may hold any bytes
+        return file.read()
 
 
 def write_text(location: str, text: str) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import PreTrainedModel
 
 from raymill.errors import UserError
+from raymill.training import objectives, optimizers
 from raymill.training.collectives import is_equal
 from raymill.training.dataset import Batch
-from raymill.training.optimizer import ADAMW_VALUES, adamw
+from raymill.training.objectives import Objective
 from raymill.training.options import TrainOptions
-from raymill.training.packed_attention import model_inputs
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
 from raymill.training.schedule import BatchPlan, learning_rate_at, peak_learning_rate
 from raymill.training.weight_files import Weight
@@ -30,12 +30,16 @@ class Strategy(ABC):
     """The module to call. It runs the collectives that the strategy needs."""
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
+    kept_values: float
+    """`optimizer_values` of this model."""
+    objective: Objective = objectives.Supervised()
+    """The trainer sets it to what `make_objective` returns."""
     bounds_loss = True
     """Whether a loss above twice that of a uniform guess means that training has diverged. Set it to False
     for a loss with larger values."""
-    optimizer_values: float = ADAMW_VALUES
+    optimizer_values: float | None = None
     """Numbers in fp32 that the optimizer keeps for each trained parameter. A run whose optimizer keeps more is refused,
-    because `inv plan` and the check of free disk space rely on it."""
+    because `inv plan` and the check of free disk space rely on it. None: those of the optimizer in the options."""
     copies_state = True
     """Whether `capture` copies the state. If not, training must wait until the checkpoint is written."""
 
@@ -50,7 +54,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
-        """Return the summed loss of a micro-batch, and add the gradient of `scale` x this loss to the gradients.
+        """Return `summed_loss` of a micro-batch, and add the gradient of `scale` x its terms to the gradients.
+
+        `scale` has one element for each term of the loss.
 
         `last` marks the last micro-batch of an optimizer step. After that, the gradients are averages over the ranks.
         """
@@ -82,35 +88,54 @@ class Strategy(ABC):
         """
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the loss summed over the trained tokens of `batch`, by default the cross-entropy.
+        """Return the sums of the objective: by default, the cross-entropy summed over the trained tokens of `batch`.
 
         Label i is predicted from the tokens before it. The evaluation during training uses this loss too.
         """
-        # with num_items_in_batch=1, the model returns the sum instead of the mean
-        return self.module(**model_inputs(self.model, batch), num_items_in_batch=1, use_cache=False).loss
+        return self.objective.sums(self.module, self.model, batch)
 
-    def make_optimizer(self, model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-        """Return the optimizer of the trained parameters, by default AdamW."""
-        return adamw(model, options.weight_decay)
+    @staticmethod
+    def make_objective(options: TrainOptions) -> Objective:
+        """Return what training minimizes, by default the objective in the options."""
+        return objectives.make(options)
+
+    def make_optimizer(self, model: PreTrainedModel, options: TrainOptions) -> torch.optim.Optimizer:
+        """Return the optimizer of the trained parameters, by default that in the options."""
+        return optimizers.make(model, options.optimizer, options.weight_decay)
 
     @staticmethod
     def learning_rate(options: TrainOptions, step: int) -> float:
-        """Return the learning rate of a step, which counts from 1. By default: warmup, then a cosine."""
+        """Return the learning rate of a step, which counts from 1. By default: warmup, then the schedule."""
         return learning_rate_at(
             step,
             peak=peak_learning_rate(options.learning_rate, options.global_batch_rows, options.reference_batch_rows),
             warmup_steps=options.warmup_steps,
             steps=options.steps,
             min_ratio=options.min_lr_ratio,
+            schedule=options.schedule,
+            decay_share=options.decay_share,
         )
+
+    def _use_optimizer(self, model: PreTrainedModel, options: TrainOptions) -> None:
+        self.optimizer = self.make_optimizer(model, options)
+        by_name = optimizers.kept_values(options.optimizer, optimizers.matrix_share(model))
+        self.kept_values = by_name if self.optimizer_values is None else self.optimizer_values
 
     def state_bytes(self) -> int:
         """Return the bytes that a checkpoint has for each trained parameter: its fp32 value, and the optimizer's."""
-        return math.ceil(4 * (1 + self.optimizer_values))
+        return math.ceil(4 * (1 + self.kept_values))
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Return `loss` in the precision of the strategy."""
-        return self.loss(batch)
+        """Return `loss` in the precision of the strategy, as a vector."""
+        return self.in_precision(lambda: self.loss(batch)).reshape(-1)
+
+    def _scaled(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the loss to minimize, of the terms at the beginning of `summed_loss`."""
+        return (loss[: scale.numel()] * scale).sum()
+
+    def in_precision(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the result of a forward pass in the precision of the strategy."""
+        return compute()
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -19,14 +20,15 @@ from raymill.training import (
     failures,
     held_out,
     model_io,
+    optimizers,
     parameters,
+    reference,
     weights_check,
 )
 from raymill.training.collectives import any_rank, total
-from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
+from raymill.training.dataset import Batch, PackedRows, read_manifest
 from raymill.training.meter import Diverged, Meter
 from raymill.training.metric_logger import MetricLogger
-from raymill.training.optimizer import check_values
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, Runtime
 from raymill.training.schedule import spread
@@ -47,6 +49,8 @@ class TrainingRows(Protocol):
     """Chat template of the rows, which is exported with the trained model. None: the template of the base model."""
     eos_ids: list[int]
     """IDs of the tokens at which the trained model stops. Empty: those of the base model."""
+    rows_per_epoch: int | None
+    """Number of different rows of all ranks. None: it is not known."""
 
     def rows(self, step: int) -> Batch:
         """Return this rank's rows for an optimizer step. The first step is 1."""
@@ -69,6 +73,7 @@ class PackedSource:
         self.chat_template = manifest.tokenizer.chat_template
         self.eos_ids = manifest.tokenizer.eos_ids
         self._rows = PackedRows(options.data, "train", options.seed)
+        self.rows_per_epoch = len(self._rows)
         self._global_rows = options.global_batch_rows
         plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         self._rank_rows = plan.rows_per_rank
@@ -76,6 +81,10 @@ class PackedSource:
         self._on_gpu = runtime.device.type == "cuda"
         self._reader = ThreadPoolExecutor(1, "rows")
         self._read_ahead: dict[int, Future[Batch]] = {}
+
+    def add_reference(self, values: np.ndarray) -> None:
+        """Add what `PackedRows.reference` says. Call it before `rows`."""
+        self._rows.reference = values
 
     def rows(self, step: int) -> Batch:
         reading = self._read_ahead.pop(step, None) or self._reader.submit(self._read, step)
@@ -121,14 +130,27 @@ class Trainer:
         self.source = stream or PackedSource(options, runtime)
         self.evaluation = None if stream else PackedRows(options.data, "eval")
         torch.manual_seed(options.seed)  # the same on all ranks, which must initialize adapters identically
+        self.objective = make_strategy.make_objective(options)
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
-            model = model_io.load_model(options)
+            model = model_io.load_model(options, self.objective.has_token_losses)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
-        self.note = composite.note(model)
-        bounds_loss = make_strategy.bounds_loss
-        self.meter = Meter(options, runtime, model, self.source.sequence_length, bounds_loss=bounds_loss)
+        self.notes = [note for note in (composite.note(model), optimizers.note(model, options.optimizer)) if note]
+        bounds_loss = make_strategy.bounds_loss and self.objective.bounds_loss
+        self.meter = Meter(
+            options,
+            runtime,
+            model,
+            self.source.sequence_length,
+            objective=self.objective,
+            bounds_loss=bounds_loss,
+        )
         self.strategy = make_strategy(model, options, runtime, self.plan)
+        self.strategy.objective = self.objective
+        if self.objective.has_reference and isinstance(self.source, PackedSource):
+            self.source.add_reference(reference.log_probabilities(self.strategy, options, runtime, "train"))
+            if self.evaluation:
+                self.evaluation.reference = reference.log_probabilities(self.strategy, options, runtime, "eval")
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
         checkpoints.refuse_full_disk(self.strategy, runtime, options.output)
         self.done = self.saved = checkpoints.restore(self.strategy, runtime)
@@ -140,17 +162,21 @@ class Trainer:
         options = self.options
         if self.metric_logger:
             print(self._description(), flush=True)
-            if self.note:
-                print(self.note, flush=True)
+            for note in self.notes:
+                print(note, flush=True)
         if self.done < options.last_step:
             self._refuse_failing_export()
             checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
+        if self.evaluation and not self.done:
+            self._evaluate_at_start(self.evaluation)
         self.meter.restart()
         first = self.done + 1
         for step in range(first, options.last_step + 1):
             self.step(step)
             if step == first:
-                check_values(self.strategy.optimizer, self.strategy.optimizer_values, type(self.strategy).__name__)
+                optimizers.check_values(
+                    self.strategy.optimizer, self.strategy.kept_values, type(self.strategy).__name__
+                )
             saves = step % options.checkpoint_every == 0 or step == options.last_step
             evaluates = saves or step % options.eval_every == 0
             is_due = evaluates or step % self.log_interval == 0
@@ -172,8 +198,16 @@ class Trainer:
         return (
             f"{options.name}: {self._size()}, {options.strategy} on {workers} x {self.runtime.device.type} "
             f"in {options.precision}; {options.global_batch_rows} rows per step = {workers} workers x "
-            f"{options.micro_batch_rows} rows x {passes}; {start}"
+            f"{options.micro_batch_rows} rows x {passes}; {self._length()}; {start}"
         )
+
+    def _length(self) -> str:
+        """Return the length of the schedule, in steps and in epochs."""
+        steps, rows = self.options.steps, self.source.rows_per_epoch
+        if not rows:
+            return f"{steps:,} steps"
+        epochs = steps * self.options.global_batch_rows / rows
+        return f"{steps:,} steps = {epochs:.2f} epochs of {rows:,} rows"
 
     def _size(self) -> str:
         if self.trained == self.parameters:
@@ -183,19 +217,21 @@ class Trainer:
     def step(self, step: int) -> None:
         """Run one optimizer step on this rank's rows of a global batch.
 
-        The loss is the mean over the trained tokens of the global batch, so the weight of a token depends neither on
-        the number of workers nor on padding. The factor world_size undoes the averaging of gradients over the ranks.
+        The loss is the mean over the trained tokens (or pairs) of the global batch, so the weight of a token depends
+        neither on the number of workers nor on padding. The factor world_size undoes the averaging of gradients over
+        the ranks.
         """
         batch = self._on_device(self.source.rows(step))
-        tokens = total(trained_tokens(batch)).clamp(min=1)
+        counts = total(self.objective.counts(batch)).clamp(min=1)
+        scale = self.runtime.world_size / counts[: len(self.objective.terms)]
         micro_batches = _split(batch, self.options.micro_batch_rows)
-        losses = [
-            self.strategy.accumulate(micro_batch, self.runtime.world_size / tokens, last=number == len(micro_batches))
+        sums = [
+            self.strategy.accumulate(micro_batch, scale, last=number == len(micro_batches))
             for number, micro_batch in enumerate(micro_batches, 1)
         ]
         learning_rate = self.strategy.learning_rate(self.options, step)
         norm = self.strategy.step(learning_rate)
-        self.meter.add(step, learning_rate, torch.stack(losses) / tokens, norm)
+        self.meter.add(step, learning_rate, torch.stack(sums), counts, norm)
 
     def _log_and_save(self, evaluates: bool, saves: bool) -> bool:
         """Log the steps since the last call, and evaluate and save if due. Return whether the run was asked to stop."""
@@ -256,9 +292,16 @@ class Trainer:
             print(f"a machine is about to be taken away: saving a checkpoint after step {row['step']}", flush=True)
         return True
 
+    def _evaluate_at_start(self, rows: PackedRows) -> None:
+        evaluated = self._evaluate(rows)
+        if self.metric_logger:
+            self.metric_logger.write_start(evaluated)
+
     def _evaluate(self, rows: PackedRows) -> Metrics:
         self.strategy.module.eval()
-        metrics = held_out.evaluate(rows, self.options.micro_batch_rows, self.runtime, self.strategy.summed_loss)
+        metrics = held_out.evaluate(
+            rows, self.options.micro_batch_rows, self.runtime, self.objective, self.strategy.summed_loss
+        )
         self.strategy.module.train()
         return metrics
 

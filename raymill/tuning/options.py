@@ -50,6 +50,8 @@ class TuneOptions(TrainOptions):
 
     @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:
+        if not self.steps:
+            raise ValueError("tune counts in steps, not in epochs; set steps")
         if self.grace_steps >= self.steps:
             raise ValueError("grace_steps must be less than steps, otherwise no trial ends early")
         return self

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from raymill import settings
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.model_config import text_config
-from raymill.training import chunked_loss, model_io
+from raymill.training import chunked_loss, model_io, token_losses
 from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
@@ -45,6 +45,21 @@ def test_the_loss_and_its_gradients_are_the_models_own(family: str, monkeypatch:
     assert chunked == pytest.approx(loss, rel=1e-6)
     for expected, found in zip(gradients, chunked_gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [*architectures.FAMILIES, *architectures.COMPOSITES])
+def test_the_losses_of_tokens_have_the_models_own_sum_and_gradients(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for families that cap or scale their logits, which keep their own output layer."""
+    monkeypatch.setattr(token_losses, "CHUNK_TOKENS", 16)
+    model = architectures.build(family)
+    loss, gradients = _differentiate(model)
+    token_losses.use_token_losses(model)
+    found, found_gradients = _differentiate(model, of_tokens=True)
+    assert found == pytest.approx(loss, rel=1e-5)
+    for expected, gradient in zip(gradients, found_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +128,12 @@ def _norm(rank: int, folder: Path, name: str, **changes: Any) -> float:
     return float(strategy.step(1e-3))
 
 
-def _differentiate(model: PreTrainedModel, seed: int = 0) -> tuple[float, list[torch.Tensor]]:
+def _differentiate(
+    model: PreTrainedModel, seed: int = 0, *, of_tokens: bool = False
+) -> tuple[float, list[torch.Tensor]]:
     """Return the summed loss of a batch, and the gradients of the parameters that have one."""
     model.zero_grad()
-    loss = model(**_batch(seed), num_items_in_batch=1, use_cache=False).loss
+    loss = model(**_batch(seed), **({} if of_tokens else {"num_items_in_batch": 1}), use_cache=False).loss.sum()
     loss.backward()
     return loss.item(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 

@@ -353,7 +353,8 @@ def _folder(options: TrainOptions) -> Path:
 
 
 def _metrics(options: TrainOptions) -> list[Row]:
-    return [json.loads(line) for line in (_folder(options) / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (_folder(options) / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"]]
 
 
 def _model(options: TrainOptions) -> PreTrainedModel:

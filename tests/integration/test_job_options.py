@@ -61,7 +61,13 @@ def test_options_are_read_before_anything_slow_is_imported(job: str) -> None:
         ("--num-workers few", "--num-workers expects INT|{INT INT}. Details: "),
         ("--steps", "--steps expects INT. Details: "),
         ("--device tpu", "--device expects {cpu,cuda}. Details: "),
-        ("--steps 0", "--steps: Input should be greater than 0 (found 0). Details: "),
+        ("--steps -1", "--steps: Input should be greater than or equal to 0 (found -1). Details: "),
+        ("--epochs 2 --steps=3", "a run needs either steps or epochs; set one of them."),
+        (
+            "--epochs 2 --stream",
+            "stream = true needs steps: it is not known how many rows a stream packs; set steps.",
+        ),
+        ("--rslora", "rslora needs adapters; set lora_rank = 16."),
         (
             "--stream --num-workers 1 2",
             "stream = true needs a fixed number of workers, not a range; set num_workers = N.",
@@ -90,8 +96,9 @@ def test_arguments_of_vllm_can_be_typed_as_json(engine: str, sentence: str) -> N
 
 
 def test_checking_options_does_not_run_the_job() -> None:
-    ended = type_options("finetune_ddp", "--steps", "10", checked_for="inv submit finetune_ddp --")
-    assert (ended.returncode, ended.stdout, split(ended.stderr)[1]) == (0, "", "")
+    for options in (["--steps", "10"], ["--epochs", "2"]):  # which replaces the steps of settings.toml
+        ended = type_options("finetune_ddp", *options, checked_for="inv submit finetune_ddp --")
+        assert (ended.returncode, ended.stdout, split(ended.stderr)[1]) == (0, "", "")
 
 
 def test_help_of_a_job_needs_no_cluster() -> None:

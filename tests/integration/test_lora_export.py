@@ -1,6 +1,7 @@
 """Test that `adapter/` and `model/` have the logits of the trained model, for each kind of layer and each strategy."""
 
 import errno
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,11 +32,17 @@ from raymill.training.weight_files import Weight
 RANKS, STEPS, SEQUENCE_LENGTH = 2, 6, 64
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("Llama", {}),  # its output layer has weights of its own
+    "dora": ("Llama", {}),
+    "rslora": ("Llama", {}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
     "conv1d": ("GPT2", {}),
     "experts": ("Qwen3Moe", {}),  # the experts of a layer are one parameter, and the router is no Linear
     "renamed-experts": ("Mixtral", {}),  # files have other names
     "buffers": ("DeepseekV3", {}),  # the router's biases are a buffer
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "dora": {"dora": True},
+    "rslora": {"rslora": True, "lora_targets": ("q_proj", "v_proj", "up_proj", "down_proj")},
 }
 WAYS: dict[str, Any] = {
     "ddp": (DDP, DDPOptions, [], {}),
@@ -87,13 +94,20 @@ def test_adapter_and_merged_model_have_the_logits_of_the_trained_model(runs: Pat
     torch.testing.assert_close(merged, trained, atol=1e-5, rtol=0)
 
 
+def test_an_adapter_is_as_the_settings_say(runs: Path) -> None:
+    files = (runs / name / "adapter/adapter_config.json" for name in ("rslora", "dora"))
+    rslora, dora = (json.loads(file.read_text()) for file in files)
+    assert set(rslora["target_modules"]) == {"q_proj", "v_proj", "up_proj", "down_proj"}
+    assert [(one["use_rslora"], one["use_dora"]) for one in (rslora, dora)] == [(True, False), (False, True)]
+
+
 def test_a_failed_export_is_repeated_without_training(runs: Path) -> None:
     """A fully trained model is exported too, buffers included."""
     trained = torch.load(runs / "again.pt")
     with torch.no_grad():
         exported = AutoModelForCausalLM.from_pretrained(runs / "again" / "model").eval()(PROMPT).logits
     torch.testing.assert_close(exported, trained, atol=1e-5, rtol=0)
-    assert len((runs / "again" / "metrics.jsonl").read_text().splitlines()) == STEPS
+    assert len((runs / "again" / "metrics.jsonl").read_text().splitlines()) == 1 + STEPS
 
 
 def _rank(rank: int, way: str, inputs: Path, folder: Path) -> None:
@@ -105,7 +119,8 @@ def _rank(rank: int, way: str, inputs: Path, folder: Path) -> None:
     changes |= {"learning_rate": 1e-2, "warmup_steps": 1, "global_batch_rows": 4, "micro_batch_rows": 2} | own
     options = settings.load(options_type, "train", *sections, profile="local").model_copy(update=changes)
     for name in MODELS:
-        _train(options.model_copy(update={"name": name, "model": str(inputs / name)}), strategy_type)
+        own = {"name": name, "model": str(inputs / name)} | ADAPTERS.get(name, {})
+        _train(options.model_copy(update=own), strategy_type)
     options = options.model_copy(update={"name": "again", "model": str(inputs / "buffers"), "lora_rank": 0})
     patch = pytest.MonkeyPatch()
     patch.setattr(weight_files, "write", _fill_the_disk)

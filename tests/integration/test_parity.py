@@ -33,7 +33,7 @@ from raymill.training.strategy import MakeStrategy, Strategy
 from raymill.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
-EXACT, ELASTIC, BF16 = 1e-5, 1e-4, 1e-2
+EXACT, ELASTIC, BF16, MUON = 1e-5, 1e-4, 1e-2, 1e-4
 
 
 Row = dict[str, float]
@@ -232,6 +232,16 @@ def test_lora_agrees_with_one_process(way: str, machines: int, lora_alone: list[
         torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("way", ["fsdp", pytest.param("ddp", marks=pytest.mark.nightly)])
+def test_muon_agrees_with_one_process(way: str, changes: dict[str, Any]) -> None:
+    own = changes | {"optimizer": "muon"}
+    single = _alone(own | {"name": f"muon-alone-{way}"})
+    for stop in (10, STEPS):  # the second run resumes
+        rows = _spread(WAYS[way], 2, own | {"name": f"muon-{way}", "stop_after": stop})
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
+    _assert_close(rows, single, MUON)
+
+
 @pytest.mark.parametrize(
     "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("ddp", "zero2-offload"))]
 )
@@ -273,7 +283,8 @@ def _rank(
 
 
 def _rows(folder: Path) -> list[Row]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"]]
 
 
 def _assert_close(rows: list[Row], others: list[Row], tolerance: float) -> None:

@@ -61,7 +61,7 @@ def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: 
 
 
 def preflight_identity(options: DDPOptions) -> dict[str, Any]:
-    return {"model": options.model, **options.model_dump(include=preflight.DECIDES_NUMBERS)}
+    return {"model": options.model, **options.model_dump(mode="json", include=preflight.DECIDES_NUMBERS)}
 
 
 def unknown_price(device: str, workers: int) -> None:
@@ -98,7 +98,8 @@ class Page(HTMLParser):
 
 
 def metrics(output: str, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (storage.read_text(f"{output}/{name}/metrics.jsonl") or "").splitlines()]
+    rows = [json.loads(line) for line in (storage.read_text(f"{output}/{name}/metrics.jsonl") or "").splitlines()]
+    return [row for row in rows if row["step"]]
 
 
 def test_the_page_has_the_logged_numbers_of_several_runs(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_run_resumes_after_deaths_and_damage(
     assert run.restarts[:2] == [2, 2]
     numbers = ("step", "loss", "grad_norm", "lr")
     for row, expected in zip(_metrics(options), _metrics(two), strict=True):
-        assert [row[name] for name in numbers] == [expected[name] for name in numbers]
+        assert [row.get(name) for name in numbers] == [expected.get(name) for name in numbers]
     assert (_model(options) / "model.safetensors").read_bytes() == (_model(two) / "model.safetensors").read_bytes()
 
 

@@ -15,9 +15,10 @@ import time
 import types
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import packed_rows
 import pyarrow as pa
@@ -41,8 +42,8 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    optimization,
 )
-from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from raymill import settings
 from raymill.data.tokenization import NOT_TRAINED
@@ -57,6 +58,9 @@ from raymill.training.trainer import PackedSource, train
 
 SEQUENCE_LENGTH = 64
 TRAIN_ROWS, EVAL_ROWS = 13 + 8, 5  # neither is a multiple of the batch size
+
+WSD = (0.25, 0.5, 0.75, 1, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0)
+"""Shares of the peak learning rate: 12 steps, of which 4 are warmup, and 6 decay."""
 
 Finetune = Callable[..., list[dict[str, float]]]
 
@@ -116,9 +120,13 @@ def finetune(options: DDPOptions) -> Finetune:
         changed = options.model_validate(options.model_dump() | changes)
         folder = Path(changed.output) / changed.name
         train(changed, runtime_type(folder, torch.device("cpu"), changed.keep_checkpoints), strategy)
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in logged(folder) if line["step"]]
 
     return run
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------------------ schedules and FLOPs
@@ -149,13 +157,49 @@ def test_with_a_range_of_workers_each_runs_the_same_number_of_passes() -> None:
             schedule.check_batches(rows, micro, 1, most)
 
 
-def test_the_learning_rate_equals_that_of_transformers() -> None:
-    peak, warmup, steps, ratio = 3e-3, 7, 50, 0.1
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
-    share = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=ratio).lr_lambdas[0]
+@pytest.mark.parametrize(
+    ("name", "ratio", "theirs"),
+    [
+        ("cosine", 0.1, partial(optimization.get_cosine_with_min_lr_schedule_with_warmup, min_lr_rate=0.1)),
+        ("linear", 0.0, optimization.get_linear_schedule_with_warmup),
+        (
+            "constant",
+            0.5,
+            lambda optimizer, warmup, _: optimization.get_constant_schedule_with_warmup(optimizer, warmup),
+        ),
+        (
+            "wsd",
+            0.0,
+            lambda optimizer, warmup, steps: optimization.get_wsd_schedule(
+                optimizer, warmup, steps // 5, steps, min_lr_ratio=0.0, decay_type="linear"
+            ),
+        ),
+    ],
+)
+def test_the_learning_rate_equals_that_of_transformers(name: Any, ratio: float, theirs: Callable[..., Any]) -> None:
+    peak, warmup, steps = 3e-3, 7, 50
+    share = theirs(torch.optim.SGD([torch.zeros(1)], lr=peak), warmup, steps).lr_lambdas[0]
     for step in range(1, steps + 1):
-        ours = schedule.learning_rate_at(step, peak=peak, warmup_steps=warmup, steps=steps, min_ratio=ratio)
-        assert ours == pytest.approx(peak * share(step), rel=1e-9)
+        ours = schedule.learning_rate_at(
+            step, peak=peak, warmup_steps=warmup, steps=steps, min_ratio=ratio, schedule=name, decay_share=0.2
+        )
+        assert ours == pytest.approx(peak * share(step), rel=1e-9), step
+
+
+def test_schedules_that_are_shorter_than_their_parts() -> None:
+    rate = partial(schedule.learning_rate_at, peak=1.0, min_ratio=0.0)
+    for name in get_args(schedule.Schedule):
+        assert rate(5, warmup_steps=5, steps=5, schedule=name) == 1, "all is warmup"
+    assert rate(10, warmup_steps=5, steps=10, schedule="wsd", decay_share=1.0) == 0
+
+
+def test_the_schedule_of_the_options_is_used_and_cannot_change(finetune: Finetune) -> None:
+    rows = finetune(schedule="wsd", decay_share=0.5, min_lr_ratio=0.0)
+    assert [row["lr"] for row in rows] == pytest.approx([1e-2 * share for share in WSD])
+    options = preflight.Identity({"schedule": "wsd"})
+    with pytest.raises(UserError, match="was started with schedule = wsd, not cosine"):
+        preflight._refuse_another_identity(options, {"schedule": "cosine"}, "mine")
+    preflight._refuse_another_identity({}, {"schedule": "cosine", "decay_share": 0.1}, "of an older version")
 
 
 def test_the_learning_rate_scales_with_the_batch() -> None:
@@ -252,6 +296,34 @@ def test_data_without_evaluation_rows_is_no_error(packed: Path, tmp_path: Path) 
     assert len(PackedRows(str(tmp_path), "eval")) == 0
 
 
+def test_epochs_are_passes_over_the_packed_rows(
+    finetune: Finetune, options: DDPOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = options.model_validate(options.model_dump() | {"steps": 0, "epochs": 1.5})
+    assert preflight.with_steps(asked).steps == 4, "1.5 x 21 rows need 4 steps of 8 rows"
+    assert preflight.with_steps(options) is options
+    finetune(**preflight.with_steps(asked).model_dump(exclude={"epochs"}))
+    assert "; 4 steps = 1.52 epochs of 21 rows; from the start" in capsys.readouterr().out
+    for changes in ({"epochs": 1}, {"steps": 0}, {"steps": 0, "epochs": 1, "stream": True}):
+        with pytest.raises(ValueError, match="steps"):
+            options.model_validate(options.model_dump() | changes)
+
+
+def test_the_base_model_is_evaluated_before_the_first_step(
+    finetune: Finetune, options: DDPOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune(steps=6, learning_rate=1e-30, warmup_steps=0)
+    folder = Path(options.output, options.name)
+    before, *rows = logged(folder)
+    assert (before["step"], set(before)) == (0, {"step", "time", "eval_loss", "eval_perplexity"})
+    assert before["eval_loss"] == pytest.approx(rows[-1]["eval_loss"], abs=1e-6), "training changed nothing"
+    assert f"before the first step: evaluation loss {before['eval_loss']:.4f}, perplexity" in capsys.readouterr().out
+    events = EventAccumulator(f"{folder}/tensorboard").Reload()
+    assert [event.step for event in events.Scalars("eval_loss")] == [0, 6]
+    finetune(steps=6, learning_rate=1e-30, warmup_steps=0, stop_after=5)  # nothing to do
+    assert [row["step"] for row in logged(folder)] == list(range(7))
+
+
 def test_missing_rows_are_refused(packed: Path, tmp_path: Path) -> None:
     shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
     shutil.copy(tmp_path / "train/part-00001.parquet", tmp_path / "train/part-00000.parquet")
@@ -303,6 +375,11 @@ def test_the_documented_strategy_trains(finetune: Finetune) -> None:
     plain, mine = finetune(name="plain", steps=6), finetune(name="mine", steps=6, strategy=names["STRATEGY"])
     assert mine[0]["loss"] == pytest.approx(0.5 * plain[0]["loss"], rel=1e-6)
     assert mine[3]["lr"] == pytest.approx(mine[0]["lr"] / 2)
+
+
+def test_an_unknown_layer_for_adapters_is_refused(finetune: Finetune) -> None:
+    with pytest.raises(UserError, match=r"is named qproj\. Set lora_targets to some of: down_proj, gate_proj, k_proj"):
+        finetune(lora_rank=4, lora_targets=("q_proj", "qproj"))  # peft would ignore it
 
 
 def test_an_optimizer_that_keeps_more_than_its_class_says_is_refused(finetune: Finetune) -> None:
@@ -376,7 +453,7 @@ def test_a_finished_run_does_not_change(finetune: Finetune) -> None:
 def test_training_continues_while_slow_storage_writes_the_copied_state(finetune: Finetune, options: DDPOptions) -> None:
     class Slow(SingleProcess):
         def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
-            while metrics["step"] == 6 and _lines(self._folder / "metrics.jsonl") < 9:
+            while metrics["step"] == 6 and _lines(self._folder / "metrics.jsonl") < 10:
                 assert time.monotonic() < deadline, "the loop waits for its checkpoint"
                 time.sleep(0.01)
             super()._keep(metrics, write)
@@ -407,7 +484,7 @@ def test_training_waits_while_an_uncopied_state_is_written(
     class Slow(SingleProcess):
         def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
             time.sleep(1)  # a loop that did not wait would log further steps
-            lines_when_written[metrics["step"]] = _lines(self._folder / "metrics.jsonl")
+            lines_when_written[metrics["step"]] = len(logged(self._folder)) - 1  # the first is for step 0
             super()._keep(metrics, write)
 
     finetune(Slow, name="waits", checkpoint_every=6, log_every=1)
@@ -610,7 +687,7 @@ def test_a_run_at_a_uri_has_the_losses_of_one_in_a_folder(
         train(remote.model_copy(update={"stop_after": stop}), runtime, DDP)
     folder = tmp_path / "bucket/remote"
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in undisturbed]
+    assert [json.loads(line)["loss"] for line in lines[1:]] == [row["loss"] for row in undisturbed]
     assert (folder / "model/model.safetensors").exists()
     assert list((folder / "tensorboard").iterdir())
 
@@ -728,7 +805,7 @@ def test_dropout_on_the_experts_of_a_mixture_is_refused(
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
     vocabulary = preflight.load_config(str(model)).vocab_size
     MixtralForCausalLM(MixtralConfig(vocab_size=vocabulary, **shape)).save_pretrained(tmp_path / "mixture")
-    with pytest.raises(UserError, match=r"mixture cannot have dropout .* Add --lora-dropout 0"):
+    with pytest.raises(UserError, match=r"mixture cannot have such adapters .* Add --lora-dropout 0"):
         finetune(model=str(tmp_path / "mixture"), **LORA)
 
 

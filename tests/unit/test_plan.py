@@ -52,7 +52,7 @@ from raymill.training.ddp import DDP
 from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.model_io import decoder_layers, load_model
-from raymill.training.optimizer import check_values
+from raymill.training.optimizers import check_values
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from raymill.training.schedule import BatchPlan, check_batches
 from raymill.training.strategy import Strategy
@@ -127,7 +127,7 @@ def test_states_match_live_engines(tmp_path: Path) -> None:
     shape = shape_of(LlamaConfig(**TINY))
     predicted = {}
     for method, values in MEASURED:
-        training = Training(16, 1, method=method, gpus=RANKS, optimizers=((method.job, values),))
+        training = Training(16, 1, method=method, gpus=RANKS, own_optimizers=((method.job, values),))
         held = memory.states(shape, training)
         predicted[f"{method.name} {values}"] = held.gpu + held.host  # without a GPU, main memory holds both
     assert counted == pytest.approx(predicted, rel=0.05, abs=2e5)  # 5 % of the smallest with AdamW
@@ -439,7 +439,7 @@ def test_the_plan_asks_the_jobs_scripts_for_their_optimizers(llama: Shape, monke
     monkeypatch.setattr(plan.model_cache, "find", lambda model, retries: model)
     with pytest.raises(UserError, match="enough"):
         plan.plan("model", Console(), lambda types: {})
-    assert dict(asked["optimizers"]) == {"finetune_ddp": 2, "finetune_deepspeed": 2, "finetune_fsdp": 1}
+    assert (asked["optimizer"], asked["own_optimizers"]) == ("adamw", (("finetune_fsdp", 1),))
 
 
 def test_without_the_hub_the_plan_ends_within_seconds() -> None:
@@ -472,7 +472,8 @@ def _plan(config: Any, **changes: Any) -> ModelPlan:
         "sequence_length": 1024,
         "chunked_loss": True,
         "checkpointing_interval": 1,
-        "optimizers": (),
+        "optimizer": "adamw",
+        "own_optimizers": (),
         "micro_batch_rows": 1,
         "global_batch_rows": 64,
         "num_workers": 8,

@@ -29,6 +29,30 @@ def test_the_profile_overrides_shared_values(tmp_path: Path) -> None:
     assert settings.load(Example, "machine", profile="cluster", file=file) == Example(cores=3, name="shared")
 
 
+class Length(settings.Section):
+    ALTERNATIVES = ("meters", "feet")
+    meters: int = 0
+    feet: int = 0
+    name: str = ""
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "length"),
+    [
+        ("meters = 1", "", Length(meters=1)),
+        ("meters = 1", "feet = 2", Length(feet=2)),
+        ("feet = 1", "meters = 2", Length(meters=2)),
+        ("meters = 1", 'name = "a"', Length(meters=1, name="a")),
+        ("meters = 1", "meters = 2\nfeet = 3", Length(meters=2, feet=3)),  # which a validator of the type may refuse
+    ],
+)
+def test_a_table_that_sets_an_alternative_unsets_the_others(
+    shared: str, own: str, length: Length, tmp_path: Path
+) -> None:
+    file = write(tmp_path, f"[road]\n{shared}\n[local.road]\n{own}\n")
+    assert settings.load(Length, "road", profile="local", file=file) == length
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -7,7 +7,7 @@ JOB = Job(EvaluateOptions, "evaluate")  # reads the options, before the slow imp
 
 from raymill import settings
 from raymill.errors import UserError
-from raymill.evaluation import candidates, evaluation
+from raymill.evaluation import candidates, evaluation, scoring
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.scoring import Metric
 from raymill.ray_support import capacity
@@ -28,8 +28,9 @@ def main(options: EvaluateOptions) -> None:
         candidates.check(candidate, options.data, manifest)
     connect()
     _check_cluster(options, found)
-    sums = [evaluation.evaluate(candidate, options, rows, METRICS) for candidate in found]
-    measured = [evaluation.from_sums(candidate, totals, METRICS) for candidate, totals in zip(found, sums, strict=True)]
+    metrics = [*scoring.METRICS_OF_TASK[manifest.task], *METRICS]
+    sums = [evaluation.evaluate(candidate, options, rows, metrics) for candidate in found]
+    measured = [evaluation.from_sums(candidate, totals, metrics) for candidate, totals in zip(found, sums, strict=True)]
     evaluation.print_table(measured, sums[0])
     evaluation.save(measured, sums[0], options, manifest)
 

@@ -22,7 +22,7 @@ FILTERS = ()  # (mine,) adds a function that keeps, changes or drops a row: docs
 
 def main(options: PreprocessOptions) -> None:
     """Turn conversations or text into packed rows of tokens. Labels mark what the model should learn to write."""
-    sources = row_sources.find_all(options.input, options.mix, FORMATS)
+    sources = row_sources.find_all(options.input, options.mix, row_formats.for_task(options.task, FORMATS))
     tokenizer = DocumentTokenizer.from_options(options)
     gate = Gate.of(options.filters, FILTERS, options.eval_share)
     for source in sources:

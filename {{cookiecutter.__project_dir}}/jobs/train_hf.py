@@ -23,7 +23,7 @@ from raymill.errors import UserError
 from raymill.ray_support import capacity, gang, job_lease, ray_logging
 from raymill.training import hf_trainer, model_io, preflight, transport
 from raymill.training.hf_trainer import PackedDataset, RunCallback
-from raymill.training.optimizer import BETAS
+from raymill.training.optimizers import BETAS
 from raymill.training.runtimes import ray_train
 from raymill.training.runtimes.ray_train import RayTrainRuntime
 from raymill.training.runtimes.runtime import Runtime
@@ -32,7 +32,7 @@ from raymill.training.schedule import check_batches, peak_learning_rate, spread
 
 def main(options: HFOptions) -> None:
     """Fine-tune a language model on packed rows with the Trainer of transformers."""
-    options = preflight.with_absolute_paths(options)
+    options = preflight.with_steps(preflight.with_absolute_paths(options))
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
     hf_trainer.check_arguments(options.arguments, fixed(options, options.max_workers))
     identity = preflight.check_packed(options)

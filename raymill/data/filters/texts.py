@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from raymill.data.examples import Completion, Conversation, Example
+from raymill.data.examples import Completion, Conversation, Example, Pair
 from raymill.data.filters.options import Scope
 from raymill.data.messages import REASONING_KEYS
 
@@ -19,6 +19,8 @@ SPOKEN = ("content", *REASONING_KEYS)
 
 def parts(example: Example, scope: Scope) -> list[str]:
     """Return the texts of an example, one per message."""
+    if isinstance(example, Pair):
+        return [*parts(example.chosen, scope), *parts(example.rejected, "answers")]
     if isinstance(example, Completion):
         return [example.completion] if scope == "answers" else [example.prompt, example.completion]
     roles = ROLES.get(scope)
@@ -36,6 +38,8 @@ def replace(example: Example, change: Change, change_name: Change | None = None)
     `change_name` changes what must not read differently in two places: tools, names of functions, and keys.
     """
     change_name = change_name or change
+    if isinstance(example, Pair):
+        return Pair(*(replace(answer, change, change_name) for answer in example))  # type: ignore[arg-type]
     if isinstance(example, Completion):
         return Completion(*(replace_all(text, change, change_name) for text in example))
     messages = [_replace_but(message, FIXED, change, change_name) for message in example.messages]

@@ -53,6 +53,7 @@ class FakeRows:
     """Rows of zeros for one rank."""
 
     chat_template = None
+    rows_per_epoch = None
 
     def __init__(self, sequence_length: int, rows: int) -> None:
         self.sequence_length = sequence_length
@@ -60,6 +61,7 @@ class FakeRows:
         zeros = np.zeros((rows, sequence_length), dtype=np.int32)
         positions = zeros + np.arange(sequence_length, dtype=np.int32) % max(1, sequence_length // DOCUMENTS)
         self._batch = as_batch({"input_ids": zeros, "labels": zeros, "position_ids": positions})
+        self._batch["reference"] = torch.zeros(self._batch["document_starts"].shape)
 
     def rows(self, step: int) -> Batch:
         return {name: column.clone() for name, column in self._batch.items()}
@@ -85,7 +87,8 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     model = str(folder) if folder.is_dir() else options.model
     with tempfile.TemporaryDirectory() as output:
         # a URI, because for a path, the trainer would check the free space on this machine's disk instead of a node's
-        options = options.model_copy(update={"model": model, "output": f"file://{output}"})
+        changes = {"model": model, "output": f"file://{output}", "steps": options.steps or STEPS}
+        options = options.model_copy(update=changes)
         _measure(options, make_strategy, Path(output))
 
 

@@ -82,7 +82,7 @@ class RayTrainRuntime:
         for name, value in metrics.items():
             if name not in self._gauges:
                 description = f"{name} of the last logged step"
-                self._gauges[name] = Gauge(f"finetune_{name}", description, tag_keys=("run",))
+                self._gauges[name] = Gauge(f"finetune_{name.replace('/', '_')}", description, tag_keys=("run",))
             self._gauges[name].set(value, {"run": self._run})
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
@@ -171,10 +171,11 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     Raises:
         UserError: options, data, model and cluster do not match, or training failed.
     """
-    options = preflight.with_absolute_paths(options)
+    options = preflight.with_steps(preflight.with_absolute_paths(options))
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
     stream = streaming.find_input(options.model) if options.stream else None
-    identity = _check_stream(options, stream) if stream else preflight.check_packed(options)
+    task = make_strategy.make_objective(options).task
+    identity = _check_stream(options, stream) if stream else preflight.check_packed(options, task)
     job.connect()
     ray_logging.driver()
     _check_cluster(options, stream)

@@ -74,6 +74,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         device = _device(options)
         transport.require_efa(device, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
+        options = preflight.with_steps(options)
         with ExitStack() as held:
             _raise_on_all_ranks(_prepare(options, held, make_strategy) if dist.get_rank() == 0 else "")
             runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
@@ -105,7 +106,8 @@ def _prepare(options: TrainOptions, held: ExitStack, make_strategy: MakeStrategy
                 "Leave out --stream, and set --output to a folder."
             )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-        identity = preflight.check_packed(options) | {"launcher": "torchrun"} | code_identity.identify(make_strategy)
+        identity = preflight.check_packed(options, make_strategy.make_objective(options).task)
+        identity |= {"launcher": "torchrun"} | code_identity.identify(make_strategy)
         held.enter_context(_lease(f"{options.output}/{options.name}"))
         preflight.claim(options, identity)
     except UserError as error:

@@ -1,0 +1,180 @@
+"""Test that preference pairs are read, cut and packed so that a pair stays together and its answers are cut alike."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import preprocess_job
+import pyarrow.parquet as pq
+import pytest
+from preprocess_job import manifest, write_rows
+
+from jobs import preprocess
+from raymill.data import row_formats
+from raymill.data.document_encoder import EncodedText
+from raymill.data.examples import BadRow, Completion, Conversation, Pair, from_json, to_json
+from raymill.data.filters import texts
+from raymill.data.packing import pack
+from raymill.data.row_formats import PAIR_FORMATS, read_example
+from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text} | more
+
+
+def conversation(*messages: dict[str, Any]) -> Conversation:
+    return Conversation(list(messages))
+
+
+ASKED = conversation(user("Hi?"), answer("Yes")), conversation(user("Hi?"), answer("No"))
+LATER = [user("Hi?"), answer("Yes", weight=0), user("Why?")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "Q: ", "chosen": "a", "rejected": "b"}, (Completion("Q: ", "a"), Completion("Q: ", "b"))),
+        ({"prompt": "Q: ", "chosen": "Q: a", "rejected": "Q: b"}, (Completion("Q: ", "a"), Completion("Q: ", "b"))),
+        (
+            {"chosen": "\n\nHuman: hi\n\nAssistant: Yes", "rejected": "\n\nHuman: hi\n\nAssistant: Yeah"},
+            (Completion("\n\nHuman: hi\n\nAssistant:", " Yes"), Completion("\n\nHuman: hi\n\nAssistant:", " Yeah")),
+        ),
+        ({"chosen": "abc", "rejected": "abd"}, (Completion("", "abc"), Completion("", "abd"))),
+        ({"prompt": [user("Hi?")], "chosen": [answer("Yes")], "rejected": [answer("No")]}, ASKED),
+        ({"prompt": "Hi?", "chosen": [answer("Yes")], "rejected": [answer("No")]}, ASKED),
+        ({"prompt": "Hi?", "chosen": [user("Hi?"), answer("Yes")], "rejected": [user("Hi?"), answer("No")]}, ASKED),
+        ({"chosen": [user("Hi?"), answer("Yes")], "rejected": [user("Hi?"), answer("No")]}, ASKED),
+        (
+            {"chosen": json.dumps([user("Hi?"), answer("Yes")]), "rejected": json.dumps([user("Hi?"), answer("No")])},
+            ASKED,
+        ),
+        (
+            {
+                "chosen": [user("Hi?"), answer("Yes"), user("Why?"), answer("a")],
+                "rejected": [user("Hi?"), answer("Yes"), user("Why?"), answer("b")],
+                "system": "Be kind.",
+            },
+            tuple(conversation({"role": "system", "content": "Be kind."}, *LATER, answer(end)) for end in "ab"),
+        ),
+    ],
+)
+def test_published_pairs_are_read(row: dict[str, Any], expected: tuple[Any, Any]) -> None:
+    pair = read_example(row, PAIR_FORMATS)
+    assert pair == Pair(*expected)
+    assert from_json(to_json(pair)) == pair
+    assert from_json(to_json(texts.replace(pair, str))) == pair
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+        ({"prompt": "x", "chosen": " ", "rejected": "a"}, "the text is empty"),
+        ({"chosen": [user("a"), answer("b")], "rejected": [user("c"), answer("d")]}, "differ before an assistant turn"),
+        ({"chosen": [user("a"), answer("b")], "rejected": [user("a")]}, "one of them ends before it"),
+        ({"chosen": [answer("b")], "rejected": "a"}, "neither both texts nor both lists"),
+        ({"prompt": [user("x")], "chosen": "b", "rejected": "a"}, "prompt is a list of messages"),
+        ({"prompt": "x", "completion": "a"}, "no known columns"),
+    ],
+)
+def test_what_is_no_pair_is_a_bad_row(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadRow, match=problem):
+        read_example(row, PAIR_FORMATS)
+
+
+def test_the_job_decides_what_a_row_is_and_not_its_columns() -> None:
+    row = {
+        "messages": [user("a"), answer("b")],
+        "chosen": [user("a"), answer("b")],
+        "rejected": [user("a"), answer("c")],
+    }
+    assert isinstance(read_example(row), Conversation)
+    assert isinstance(read_example(row, row_formats.for_task("preference", row_formats.FORMATS)), Pair)
+    with pytest.raises(BadRow, match=r"a preference pair \(chosen, rejected\), which needs --task preference"):
+        read_example({"prompt": "a", "chosen": "b", "rejected": "c"})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "kept"),
+    [
+        (5, 5, (5, 5)),
+        (41, 3, (41, 3)),
+        (60, 3, (41, 3)),
+        (60, 70, (22, 22)),
+        (23, 60, (22, 22)),
+        (20, 60, (20, 24)),
+    ],
+)
+def test_answers_that_are_too_long_are_cut_alike(
+    assets: Path, tmp_path: Path, chosen: int, rejected: int, kept: tuple[int, int]
+) -> None:
+    """No answer has more than the limit that both have, and a row has 64 tokens, of which the prompts take 20."""
+    options = preprocess_job.options(assets, tmp_path, input="", sequence_length=64)
+    encoded = [EncodedText(list(range(10 + size)), [(10, 10 + size)], False) for size in (chosen, rejected)]
+    documents = DocumentTokenizer.from_options(options)._cut_all(encoded, is_pair=True)
+    assert not isinstance(documents, BadRow)
+    assert tuple(int((one.labels != NOT_TRAINED).sum()) for one in documents) == kept
+    assert [one.cut for one in documents] == [kept[0] < chosen, kept[1] < rejected]
+    drops = DocumentTokenizer.from_options(options.model_copy(update={"overlong": "drop"}))._cut_all(encoded, True)
+    assert isinstance(drops, BadRow) == (kept != (chosen, rejected))
+
+
+def test_a_pair_whose_prompts_fill_the_row_is_a_bad_row(assets: Path, tmp_path: Path) -> None:
+    tokenizer = DocumentTokenizer.from_options(preprocess_job.options(assets, tmp_path, input="", sequence_length=64))
+    for prompt in (31, 32, 64, 70):
+        found = tokenizer._cut_all([EncodedText(list(range(prompt + 9)), [(prompt, prompt + 9)], False)] * 2, True)
+        assert isinstance(found, BadRow) == (prompt > 31)
+
+
+def test_pairs_are_packed_side_by_side() -> None:
+    import pyarrow as pa
+
+    lengths = [5, 3, 4, 4, 2, 6, 7, 1]
+    lists = [[number] * length for number, length in enumerate(lengths)]
+    packed = pack(pa.table({"input_ids": lists, "labels": lists}), 16, -1, together=2)
+    rows = np.stack([np.array(one) for one in packed["input_ids"].to_pylist()])
+    positions = np.stack([np.array(one) for one in packed["position_ids"].to_pylist()])
+    found = [[int(row[at]) for at in np.flatnonzero(place == 0)] for row, place in zip(rows, positions, strict=True)]
+    for documents in found:
+        real = [one for one in documents if one >= 0]
+        assert len(real) % 2 == 0
+        assert all(real[at] + 1 == real[at + 1] for at in range(0, len(real), 2))
+    assert sorted(one for documents in found for one in documents if one >= 0) == list(range(8))
+
+
+def test_preprocess_packs_pairs(assets: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": [user(f"Question {n}?")], "chosen": [answer(f"Good {n}")], "rejected": [answer("bad " * (n % 9))]}
+        for n in range(60)
+    ]
+    options = preprocess_job.options(
+        assets, tmp_path, input=str(write_rows(tmp_path / "rows.jsonl", rows)), task="preference", max_bad_share=0.5
+    )
+    preprocess.main(options)
+    made = manifest(tmp_path)
+    assert made["task"] == "preference"
+    assert made["rejected_by_reason"] == {"an empty assistant turn": 7}
+    assert made["train"]["documents"] + made["eval"]["documents"] == 2 * 53
+    tokenizer = DocumentTokenizer.from_options(options).tokenizer
+    for file in (tmp_path / "packed").glob("*/part-*.parquet"):
+        if file.parent.name not in ("train", "eval"):
+            continue
+        for row in pq.read_table(file).to_pylist():
+            starts = [at for at, place in enumerate(row["position_ids"]) if place == 0] + [len(row["input_ids"])]
+            found = []
+            for start, stop in pairwise(starts):
+                text = tokenizer.decode(row["input_ids"][start:stop])
+                trained = [token for token in row["labels"][start:stop] if token != NOT_TRAINED]
+                if trained:
+                    found.append((text.split("Question ")[1].split("?")[0], tokenizer.decode(trained)))
+            for first, second in zip(found[::2], found[1::2], strict=True):
+                assert first[0] == second[0], "a pair stays together"
+                assert first[1].startswith(f"Good {first[0]}")
+                assert second[1].startswith("bad ")

@@ -1,0 +1,293 @@
+"""Test objectives of pairs: their losses and gradients against plain formulas, each strategy, and a resumed run."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import packed_rows
+import preprocess_job
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from preprocess_job import write_rows
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from jobs import preprocess
+from raymill import settings
+from raymill.data.tokenization import NOT_TRAINED
+from raymill.errors import UserError
+from raymill.evaluation import scoring
+from raymill.training import objectives, preflight, reference
+from raymill.training.dataset import PackedRows
+from raymill.training.ddp import DDP
+from raymill.training.deepspeed_zero import ZeRO
+from raymill.training.fsdp import FSDP
+from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from raymill.training.runtimes.runtime import SingleProcess
+from raymill.training.runtimes.torchrun import TorchrunRuntime
+from raymill.training.trainer import train
+
+Row = dict[str, float]
+WAYS: dict[str, Any] = {
+    "ddp": (DDP, DDPOptions, [], {}),
+    "fsdp": (FSDP, FSDPOptions, ["fsdp"], {}),
+    "zero2": (ZeRO, DeepSpeedOptions, ["deepspeed"], {"zero_stage": 2}),
+    "zero3": (ZeRO, DeepSpeedOptions, ["deepspeed"], {"zero_stage": 3}),
+}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {"beta": 0.2},
+    "ipo": {"beta": 0.3},
+    "robust": {"beta": 0.2, "label_smoothing": 0.1},
+    "simpo": {"beta": 2.0, "simpo_gamma": 1.0},
+    "orpo": {"beta": 0.1},
+}
+EXACT = 2e-5
+
+
+@pytest.fixture(scope="module")
+def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return changes to the settings of the local profile, with packed pairs of answers of different lengths."""
+    folder, model = tmp_path_factory.mktemp("pairs"), tmp_path_factory.mktemp("model")
+    packed_rows.write_model(model, assets, num_hidden_layers=2)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is number {n}?"}],
+            "chosen": [{"role": "assistant", "content": f"It is {n}. " + "Sure. " * (n % 5)}],
+            "rejected": [{"role": "assistant", "content": "No idea. " * (1 + n % 3)}],
+        }
+        for n in range(150)
+    ]
+    made = {"input": str(write_rows(folder / "rows.jsonl", rows)), "model": str(model), "task": "preference"}
+    preprocess.main(preprocess_job.options(assets, folder, **made, eval_share=0.1))
+    return {
+        "model": str(model),
+        "data": str(folder / "packed"),
+        "output": str(tmp_path_factory.mktemp("runs")),
+        "objective": "dpo",
+        "learning_rate": 1e-3,
+        "warmup_steps": 0,
+        "steps": 8,
+        "global_batch_rows": 8,
+        "micro_batch_rows": 2,
+        "eval_every": 4,
+        "checkpoint_every": 4,
+    }
+
+
+def options_of(changes: dict[str, Any], way: str = "ddp") -> TrainOptions:
+    _, kind, sections, own = WAYS[way]
+    loaded = settings.load(kind, "train", *sections, profile="local").model_dump()
+    return kind.model_validate(loaded | own | changes)
+
+
+def alone(changes: dict[str, Any]) -> list[Row]:
+    options = options_of(changes)
+    folder = Path(options.output, options.name)
+    train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
+    return logged(folder)
+
+
+def spread(changes: dict[str, Any], way: str, workers: int = 2) -> list[Row]:
+    options = options_of(changes, way)
+    folder = Path(options.output, options.name)
+    folder.mkdir(exist_ok=True)
+    ranks.run(_rank, (workers, folder / f"meeting-{options.stop_after}", options, way), workers)
+    return logged(folder)
+
+
+def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, way: str) -> None:
+    os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(workers)}
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
+    runtime = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    train(options, runtime, WAYS[way][0])
+    dist.destroy_process_group()
+
+
+def logged(folder: Path) -> list[Row]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def documents(batch: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tokens and the labels of each document with a trained token, without padding or packing."""
+    for ids, labels, positions in zip(*(batch[name] for name in ("input_ids", "labels", "position_ids")), strict=True):
+        starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(ids)]
+        for start, stop in pairwise(starts):
+            if (labels[start:stop] != NOT_TRAINED).any():
+                yield ids[start:stop], labels[start:stop]
+
+
+def plain_logps(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the log-probability and the number of trained tokens of each document."""
+    found = []
+    for ids, labels in documents(batch):
+        logps = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        trained = labels[1:] != NOT_TRAINED
+        picked = logps.gather(1, ids[1:, None]).squeeze(1)
+        found.append(torch.stack([picked[trained].sum(), trained.sum()]))
+    return torch.stack(found)[:, 0], torch.stack(found)[:, 1]
+
+
+def plain_loss(name: str, own: dict[str, Any], logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
+    """Return the loss as the papers write it."""
+    beta, (up, down), (tokens_up, tokens_down) = own["beta"], (logps - reference).view(-1, 2).T, tokens.view(-1, 2).T
+    margins = beta * (up - down)
+    if name == "dpo":
+        return -functional.logsigmoid(margins).mean()
+    if name == "ipo":
+        return ((up / tokens_up - down / tokens_down - 1 / (2 * beta)) ** 2).mean()
+    if name == "robust":
+        wrong = own["label_smoothing"]
+        right = -functional.logsigmoid(margins) * (1 - wrong) + functional.logsigmoid(-margins) * wrong
+        return (right / (1 - 2 * wrong)).mean()
+    chosen, rejected = logps.view(-1, 2).T
+    if name == "simpo":
+        return -functional.logsigmoid(beta * (chosen / tokens_up - rejected / tokens_down) - own["simpo_gamma"]).mean()
+    odds = [
+        (value / count).exp() / (1 - (value / count).exp())
+        for value, count in ((chosen, tokens_up), (rejected, tokens_down))
+    ]
+    return -chosen.sum() / tokens_up.sum() - beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1]))).mean()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradient_are_those_of_the_formula(name: str, changes: dict[str, Any]) -> None:
+    """The second step: in the first, the model is its own reference."""
+    own = changes | {"name": f"formula-{name}", "objective": name, "steps": 2, "max_grad_norm": 1e9} | OBJECTIVES[name]
+    rows = alone(own)
+    base = AutoModelForCausalLM.from_pretrained(changes["model"])
+    model = AutoModelForCausalLM.from_pretrained(changes["model"])
+    seed = settings.load(DDPOptions, "train", profile="local").seed
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [one for one in model.parameters() if one.dim() >= 2], "weight_decay": 0.01},
+            {"params": [one for one in model.parameters() if one.dim() < 2], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    for step in (1, 2):
+        batch = PackedRows(changes["data"], "train", seed).read(8 * (step - 1), 8)
+        with torch.no_grad():
+            before, _ = plain_logps(base, batch)
+        logps, tokens = plain_logps(model, batch)
+        loss = plain_loss(name, OBJECTIVES[name], logps, before, tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        row = next(one for one in rows if one["step"] == step)
+        assert row["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        chosen, rejected = logps.view(-1, 2).T
+        assert row["logps/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-5)
+        assert row["logps/rejected"] == pytest.approx(rejected.mean().item(), rel=1e-5)
+        for group in optimizer.param_groups:
+            group["lr"] = row["lr"]
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- strategies, adapters, a second start
+
+
+@pytest.fixture(scope="module")
+def dpo_alone(changes: dict[str, Any]) -> list[Row]:
+    return alone(changes | {"name": "alone"})
+
+
+@pytest.mark.parametrize("way", [*("ddp", "fsdp", "zero3"), pytest.param("zero2", marks=pytest.mark.nightly)])
+def test_two_ranks_agree_with_one_process_and_resume(way: str, dpo_alone: list[Row], changes: dict[str, Any]) -> None:
+    for stop in (4, None):
+        rows = spread(changes | {"name": way, "stop_after": stop, "micro_batch_rows": 1}, way)
+    for name in ("loss", "rewards/margins", "rewards/accuracies", "eval_loss", "eval_rewards/accuracies"):
+        assert [row.get(name) for row in rows] == pytest.approx([row.get(name) for row in dpo_alone], abs=EXACT), name
+    assert dpo_alone[1]["loss"] == pytest.approx(math.log(2), abs=1e-6), "the model is its own reference"
+    assert dpo_alone[-1]["rewards/accuracies"] > 0.9
+    assert dpo_alone[-1]["eval_loss"] < math.log(2) - 0.01
+    assert "eval_perplexity" not in dpo_alone[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "dpo"])
+def test_each_objective_agrees_on_two_ranks(name: str, changes: dict[str, Any]) -> None:
+    own = changes | {"objective": name, "steps": 4} | OBJECTIVES[name]
+    single, rows = alone(own | {"name": f"alone-{name}"}), spread(own | {"name": name, "micro_batch_rows": 4}, "fsdp")
+    for metric in (
+        "loss",
+        "grad_norm",
+        "rewards/margins",
+        *(("nll_loss", "odds_ratio_loss") if name == "orpo" else ()),
+    ):
+        found = [[row[metric] for row in some if row["step"]] for some in (rows, single)]
+        assert found[0] == pytest.approx(found[1], abs=EXACT, rel=1e-4), metric
+
+
+def test_adapters_have_the_base_model_as_reference(changes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    own = changes | {"name": "lora", "lora_rank": 4, "learning_rate": 1e-2}
+    for stop in (4, None):  # the second start loads adapters that are not those of the base model
+        rows = alone(own | {"stop_after": stop})
+    assert "before the first step: evaluation loss 0.6931, rewards/accuracies 0.0%" in capsys.readouterr().out
+    whole = alone(own | {"name": "lora-whole"})
+    assert [row.get("loss") for row in rows] == [row.get("loss") for row in whole]
+    assert rows[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[-1]["rewards/accuracies"] > 0.9
+
+
+def test_the_reference_is_computed_once_for_rows_weights_and_precision(
+    changes: dict[str, Any], dpo_alone: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(changes["data"], "reference")
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    monkeypatch.setattr(reference, "_compute", lambda *_: pytest.fail("computed again"))
+    rows = alone(changes | {"name": "again"})
+    assert [row.get("loss") for row in rows] == [row.get("loss") for row in dpo_alone]
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+    options = options_of(changes)
+    names = {
+        reference._location(options.model_copy(update=other), split)
+        for other in ({}, {"precision": "bf16"}, {"quantize_base": True})
+        for split in ("train", "eval")
+    }
+    assert len(names) == 6
+
+
+def test_evaluate_counts_pairs_whose_chosen_answer_is_likelier(changes: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(changes["model"])
+    batch = PackedRows(changes["data"], "train").read(0, 8)
+    with torch.no_grad():
+        logps, tokens = plain_logps(model, batch)
+    metrics = scoring.METRICS_OF_TASK["preference"]
+    _, found = scoring.score(model, batch, metrics)
+    for values, metric in zip((logps, logps / tokens), metrics, strict=True):
+        chosen, rejected = values.view(-1, 2).T
+        assert found[scoring.name_of(metric)] == (int((chosen > rejected).sum()), len(chosen))
+    assert found["chosen is likelier"] != found["chosen is likelier per token"], "the answers have different lengths"
+
+
+def test_rows_for_another_task_are_refused(changes: dict[str, Any]) -> None:
+    options = options_of(changes)
+    with pytest.raises(UserError, match=r"packed for the task preference, .* Pack rows .*--task supervised"):
+        preflight.check_packed(options.model_copy(update={"objective": "supervised"}))
+    preflight.check_packed(options, objectives.make(options).task)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"objective": "robust"}, "objective = robust, and no other one, needs label_smoothing"),
+        ({"label_smoothing": 0.1}, "objective = robust, and no other one, needs label_smoothing"),
+        ({"lora_rank": 4, "lora_dropout": 0.1}, "compares models without dropout; set lora_dropout = 0"),
+        ({"stream": True}, "needs packed pairs; set stream = false"),
+    ],
+)
+def test_settings_that_do_nothing_or_harm_are_refused(
+    wrong: dict[str, Any], problem: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        options_of(changes | wrong)
