@@ -20,7 +20,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 class Clock(TrainerCallback):
-    """Records the loss, the gradient norm and the end time of each step."""
+    """Records the metrics and the end time of each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -31,7 +31,8 @@ class Clock(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "loss" in logs:
-            self.steps.append({"loss": logs["loss"], "grad_norm": logs["grad_norm"], "seconds": self.ended})
+            self.steps.append({name: value for name, value in logs.items() if isinstance(value, float | int)})
+            self.steps[-1]["seconds"] = self.ended
 
 
 class Counter:
@@ -59,12 +60,14 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     with open(asked["rows"], encoding="utf-8") as lines:
         rows = Dataset.from_list([json.loads(line) for line in lines])
     trainer_type, config_type = KINDS[asked["kind"]]
+    tokenizer = AutoTokenizer.from_pretrained(asked["model"])
+    tokenizer.bos_token = None  # the older trainers would put it before each prompt, with or without a template
     clock = Clock()
     trainer = trainer_type(
         model=asked["model"],
         args=config_type(**asked["config"]),
         train_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(asked["model"]),
+        processing_class=tokenizer,
         callbacks=[clock],
     )
     trainer.data_collator = counter = Counter(trainer.data_collator)

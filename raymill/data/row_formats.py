@@ -233,9 +233,9 @@ def _read_completion(row: Mapping[str, Any]) -> Example:
 def _read_pair(row: Mapping[str, Any]) -> Pair:
     """Read two answers, with a prompt of its own or with the prompt that both begin with."""
     chosen, rejected, prompt = (_text_or_messages(row.get(name)) for name in ("chosen", "rejected", "prompt"))
+    if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
+        chosen, rejected = [_assistant(chosen)], [_assistant(rejected)]
     if isinstance(chosen, str) and isinstance(rejected, str):
-        if isinstance(prompt, list):
-            raise BadRow("prompt is a list of messages, but chosen and rejected are texts")
         prompt = require_text(prompt) if prompt else _common_text(chosen, rejected)
         return Pair(*(Completion(prompt, answer.removeprefix(prompt)) for answer in (chosen, rejected)))
     if not isinstance(chosen, list) or not isinstance(rejected, list):

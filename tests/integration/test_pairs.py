@@ -48,6 +48,8 @@ LATER = [user("Hi?"), answer("Yes", weight=0), user("Why?")]
         ),
         ({"chosen": "abc", "rejected": "abd"}, (Completion("", "abc"), Completion("", "abd"))),
         ({"prompt": [user("Hi?")], "chosen": [answer("Yes")], "rejected": [answer("No")]}, ASKED),
+        ({"prompt": [user("Hi?")], "chosen": "Yes", "rejected": "No"}, ASKED),
+        ({"prompt": json.dumps([user("Hi?")]), "chosen": "Yes", "rejected": "No"}, ASKED),  # as `generate` writes it
         ({"prompt": "Hi?", "chosen": [answer("Yes")], "rejected": [answer("No")]}, ASKED),
         ({"prompt": "Hi?", "chosen": [user("Hi?"), answer("Yes")], "rejected": [user("Hi?"), answer("No")]}, ASKED),
         ({"chosen": [user("Hi?"), answer("Yes")], "rejected": [user("Hi?"), answer("No")]}, ASKED),
@@ -80,7 +82,7 @@ def test_published_pairs_are_read(row: dict[str, Any], expected: tuple[Any, Any]
         ({"chosen": [user("a"), answer("b")], "rejected": [user("c"), answer("d")]}, "differ before an assistant turn"),
         ({"chosen": [user("a"), answer("b")], "rejected": [user("a")]}, "one of them ends before it"),
         ({"chosen": [answer("b")], "rejected": "a"}, "neither both texts nor both lists"),
-        ({"prompt": [user("x")], "chosen": "b", "rejected": "a"}, "prompt is a list of messages"),
+        ({"prompt": [user("x")], "chosen": [], "rejected": [answer("a")]}, "one of them ends before it"),
         ({"prompt": "x", "completion": "a"}, "no known columns"),
     ],
 )
