@@ -60,6 +60,7 @@ SECTIONS = (
     Entry("raymill.training.options.FSDPOptions", ("train", "fsdp")),
     Entry("raymill.training.options.DeepSpeedOptions", ("train", "deepspeed")),
     Entry("raymill.training.options.ClassifierOptions", ("train", "classifier")),
+    Entry("raymill.training.options.HFOptions", ("train", "hf")),
     Entry("raymill.training.options.NetworkOptions", ("train", "check_network")),
     Entry("raymill.tuning.options.TuneOptions", ("train", "tune")),
     Entry("raymill.evaluation.options.EvaluateOptions", ("evaluate",)),

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from raymill import settings, state_files
 from raymill.errors import UserError
 from raymill.ray_support import model_cache
-from raymill.training import checkpoints, preflight, storage, weights_check
+from raymill.training import checkpoint_check, preflight, storage, weights_check
 from raymill.training.dataset import Manifest
 
 CONFIG = "adapter_config.json"
@@ -57,7 +57,7 @@ def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
 
 def _refuse_run_folders(name: str, folder: str) -> None:
     """Raise UserError if `folder` is a run or a checkpoint, because `from_pretrained` cannot read their files."""
-    markers = {checkpoints.STATE: ("a checkpoint", name.rpartition("/")[0]), "run.json": ("a run", name)}
+    markers = {checkpoint_check.STATE: ("a checkpoint", name.rpartition("/")[0]), "run.json": ("a run", name)}
     for file, (kind, run) in markers.items():
         if storage.read_text(f"{folder}/{file}") is not None:
             raise UserError(f"{name} is the folder of {kind}; evaluate its model instead: {run}/model")

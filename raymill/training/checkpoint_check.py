@@ -1,6 +1,8 @@
 """Finds out whether a checkpoint is complete, and whether its files still hold what was written."""
 
 import io
+import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypeVar
@@ -28,6 +30,25 @@ def inventory_name(rank: int) -> str:
     return f"files-{rank:05d}.json"
 
 
+def checksums_name(rank: int) -> str:
+    """Return the name of the file with the checksums of the files that a rank wrote, if their formats have none."""
+    return f"checksums-{rank:05d}.json"
+
+
+def seal(folder: Path, rank: int, state: State, *, has_checksums: bool = True) -> None:
+    """Write the state, on rank 0, and the inventory of the files that this rank wrote to `folder`.
+
+    Args:
+        has_checksums: whether the formats of all files have checksums. If not, they are written to another file.
+    """
+    if rank == 0:
+        (folder / STATE).write_text(state.model_dump_json())
+    if not has_checksums:
+        checksums = {name: _checksum(folder / name) for name in sizes(folder)}
+        (folder / checksums_name(rank)).write_text(json.dumps(checksums))
+    (folder / inventory_name(rank)).write_text(json.dumps(sizes(folder)))
+
+
 def sizes(folder: Path) -> dict[str, int]:
     """Return the size of each file in bytes, keyed by the file's path in `folder`."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
@@ -45,7 +66,7 @@ def first_problem(folder: Path, rank: int, world_size: int) -> str:
     """
     if (state := read_state(folder)) is None:
         return _missing_or_damaged(folder / STATE)
-    found, names = sizes(folder), list[str]()
+    found, names, checksums = sizes(folder), list[str](), dict[str, int]()
     for writer in range(state.world_size):
         inventory = _parse(folder / inventory_name(writer), dict[str, int])
         if inventory is None:
@@ -54,8 +75,15 @@ def first_problem(folder: Path, rank: int, world_size: int) -> str:
             if found.get(name) != size:
                 return f"{name} has {found.get(name, 0)} of {size} bytes"
         names += inventory
-    own = sorted(names)[rank::world_size]
-    return next((f"{name} is damaged" for name in own if is_damaged(folder / name)), "")
+        if checksums_name(writer) in inventory:
+            if (listed := _parse(folder / checksums_name(writer), dict[str, int])) is None:
+                return _missing_or_damaged(folder / checksums_name(writer))
+            checksums |= listed
+    for name in sorted(names)[rank::world_size]:
+        file = folder / name
+        if _checksum(file) != checksums[name] if name in checksums else is_damaged(file):
+            return f"{name} is damaged"
+    return ""
 
 
 def is_damaged(file: Path) -> bool:
@@ -67,6 +95,14 @@ def is_damaged(file: Path) -> bool:
         return any(ZipFile(archive).testzip() for archive in _archives(file))
     except Exception:  # a damaged pickle may raise any error
         return True
+
+
+def _checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as opened:
+        while part := opened.read(2**20):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _parse(file: Path, kind: type[T]) -> T | None:

@@ -1,17 +1,17 @@
 """Saves and restores everything that a run needs to resume bit for bit."""
 
-import json
 import os
 import shutil
 import tempfile
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
 
 from raymill.errors import UserError
 from raymill.training import checkpoint_check, storage
-from raymill.training.checkpoint_check import STATE, State
+from raymill.training.checkpoint_check import State
 from raymill.training.collectives import any_rank, largest, total
 from raymill.training.runtimes.runtime import Metrics, Runtime
 from raymill.training.strategy import Strategy
@@ -41,10 +41,7 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
     def write(folder: Path) -> None:
         write_strategy(folder)
         torch.save(random_state, folder / f"random-{runtime.rank:05d}.pt")
-        if runtime.rank == 0:
-            (folder / STATE).write_text(state.model_dump_json())
-        inventory = json.dumps(checkpoint_check.sizes(folder))
-        (folder / checkpoint_check.inventory_name(runtime.rank)).write_text(inventory)
+        checkpoint_check.seal(folder, runtime.rank, state)
 
     runtime.report(row, write)
     if not strategy.copies_state:
@@ -53,6 +50,18 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
 
 def restore(strategy: Strategy, runtime: Runtime) -> int:
     """Load the newest complete checkpoint. Return its step, or 0 if there is none."""
+    for folder, state in complete(runtime):
+        strategy.load(folder, state.world_size)
+        _restore_random_state(folder / f"random-{runtime.rank:05d}.pt", runtime.device)
+        return state.step
+    return 0
+
+
+def complete(runtime: Runtime) -> Generator[tuple[Path, State], None, None]:
+    """Yield the folders and states of the complete checkpoints, newest first. All ranks yield the same ones.
+
+    A folder exists until the next one is asked for, or the iterator is closed.
+    """
     for folder in runtime.checkpoints():
         state = checkpoint_check.read_state(folder)
         problem = checkpoint_check.first_problem(folder, runtime.rank, runtime.world_size)
@@ -61,10 +70,7 @@ def restore(strategy: Strategy, runtime: Runtime) -> int:
                 reason = problem or "another worker found a damaged file"
                 print(f"skipping the incomplete checkpoint {folder.name}: {reason}", flush=True)
             continue
-        strategy.load(folder, state.world_size)
-        _restore_random_state(folder / f"random-{runtime.rank:05d}.pt", runtime.device)
-        return state.step
-    return 0
+        yield folder, state
 
 
 def announce(strategy: Strategy, runtime: Runtime, run_folder: str) -> None:

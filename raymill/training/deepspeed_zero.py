@@ -74,7 +74,7 @@ class ZeRO(Strategy):
         if options.zero_stage < 3:
             yield
             return
-        _import_deepspeed()
+        import_deepspeed()
         from transformers.integrations import HfDeepSpeedConfig
 
         alive = HfDeepSpeedConfig(config(options, runtime, plan))  # transformers holds only a weak reference to it
@@ -203,7 +203,7 @@ def _convert(folder: Path) -> tuple[Path, str]:
 
 
 def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    deepspeed = _import_deepspeed()
+    deepspeed = import_deepspeed()
     if config["bf16"]["enabled"]:
         for parameter in model.parameters():  # DeepSpeed does not cast adapters that were added to partitioned weights
             parameter.data = parameter.data.bfloat16()
@@ -213,7 +213,8 @@ def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config
     return engine
 
 
-def _import_deepspeed() -> Any:
+def import_deepspeed() -> Any:
+    """Import DeepSpeed, without its kernel for inference and its messages."""
     import deepspeed  # imported late, because it reads DS_ACCELERATOR, which the trainer sets
 
     # disable an inference kernel: training never calls it, and on a CPU its first compilation takes a minute

@@ -81,7 +81,7 @@ class Meter:
         values = [self._objective.named(flat[first : first + width]) for first in range(0, len(flat), width)]
         self.seconds_per_step = seconds / self._runtime.world_size / len(values)
         tokens_per_s = self._tokens_per_step / self.seconds_per_step
-        memory = _memory(self._runtime.device) / 2**30
+        memory = peak_memory(self._runtime.device) / 2**30
         for number, (row, named, norm) in enumerate(zip(self._rows, values, self._norms, strict=True)):
             row |= named | {"grad_norm": float(norm), "tokens_per_s": tokens_per_s, "memory_gib": memory}
             if self._peak_tokens_per_s:
@@ -108,7 +108,7 @@ class Meter:
         raise Diverged(int(row["step"]), reason, micro_batches or list(range(broken.numel())))
 
 
-def _memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
     """Return the peak of this rank's GPU memory in bytes or, on a CPU, the current memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)

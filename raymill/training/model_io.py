@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -27,9 +28,10 @@ from raymill.model_config import text_config
 from raymill.ray_support import model_cache
 from raymill.training import chunked_loss, composite, lora_merge, packed_attention, weight_files
 from raymill.training.options import TrainOptions
-from raymill.training.strategy import Strategy
 from raymill.training.token_losses import use_token_losses
 from raymill.training.weight_files import Weight
+
+Options = TypeVar("Options", bound=TrainOptions)
 
 
 def load_model(options: TrainOptions, has_token_losses: bool = False) -> PreTrainedModel:
@@ -184,7 +186,7 @@ def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = Fal
     return model
 
 
-def with_supported_precision(options: TrainOptions, device: torch.device) -> TrainOptions:
+def with_supported_precision(options: Options, device: torch.device) -> Options:
     """Return `options`, with fp32 instead of bf16 if the device would only emulate bf16."""
     if options.precision == "fp32" or _computes_in_bf16(device):
         return options
@@ -210,8 +212,19 @@ def try_export(
         _write_settings(model, tokenizer, eos_ids, Path(folder, "model"), options)
 
 
+class Trained(Protocol):
+    """A trained model, for example a `Strategy`."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    def gather(self) -> Iterator[Weight]:
+        """Yield the full trained parameters on rank 0, in the order of the model, and nothing on the other ranks."""
+        ...
+
+
 def export(
-    strategy: Strategy, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run_folder: Path, options: TrainOptions
+    strategy: Trained, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run_folder: Path, options: TrainOptions
 ) -> None:
     """Write the model and its tokenizer to `model/` in the run's folder, and LoRA adapters also to `adapter/`.
 

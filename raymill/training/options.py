@@ -1,6 +1,6 @@
 """Options of the training jobs and `check_network`, from settings.toml and the command line."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -285,3 +285,26 @@ class ClassifierOptions(WorkerOptions):
     """Images per optimizer step over all workers, rounded up to a multiple of the number of workers."""
     learning_rate: PositiveFloat
     """Learning rate of AdamW."""
+
+
+class HFOptions(TrainOptions):
+    """Options of train_hf, from [hf] and [train]."""
+
+    name: str = Field("train_hf", pattern=NAME)
+    """Name of the run. The same name resumes it."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of transformers' TrainingArguments by name, in addition to those that the job sets."""
+
+    @property
+    def strategy(self) -> str:
+        wrappers = [name for name in ("deepspeed", "fsdp") if self.arguments.get(name)]
+        return f"transformers, {(*wrappers, 'ddp')[0]}"
+
+    @model_validator(mode="after")
+    def _train_hf_can_do_it(self) -> Self:
+        for name in ("lora_rank", "quantize_base", "stream", "stop_after", "objective", "optimizer", "schedule"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"train_hf cannot use {name} = {str(value).lower()}; remove it, or use finetune_ddp")
+        if self.arguments.get("fsdp") and self.device == "cpu":
+            raise ValueError("fsdp in arguments needs device = cuda: on CPUs, Accelerate would train without FSDP")
+        return self

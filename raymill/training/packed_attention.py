@@ -58,9 +58,13 @@ def has_varlen(model: PreTrainedModel) -> bool:
 
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Return the arguments with which to call the model on packed rows."""
+    return {name: batch[name] for name in COLUMNS} | {"attention_mask": attention_mask(model, batch)}
+
+
+def attention_mask(model: PreTrainedModel, batch: Batch) -> Any:
+    """Return the argument that keeps the documents of packed rows apart. `batch` needs no labels."""
     is_varlen = text_config(model.config)._attn_implementation == VARLEN
-    masks = _boundaries_by_type(model, batch) if is_varlen else _masks(model, batch["position_ids"])
-    return {name: batch[name] for name in COLUMNS} | {"attention_mask": masks}
+    return _boundaries_by_type(model, batch) if is_varlen else _masks(model, batch["position_ids"])
 
 
 def attend(

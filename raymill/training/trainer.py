@@ -1,6 +1,5 @@
 """The training loop, which is the same for every strategy and runtime."""
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from raymill.training import (
     composite,
     cuda_allocator,
     failures,
+    held_out,
     model_io,
     optimizers,
     parameters,
@@ -297,26 +297,13 @@ class Trainer:
         if self.metric_logger:
             self.metric_logger.write_start(evaluated)
 
-    @torch.no_grad()
     def _evaluate(self, rows: PackedRows) -> Metrics:
-        """Return the loss and the metrics over all evaluation rows, and the perplexity of answers to learn.
-
-        Every rank runs the same number of forward passes, because a forward pass may run collectives. Rows beyond the
-        end of the split do not count.
-        """
-        micro_rows = self.options.micro_batch_rows
-        sums = torch.zeros(2, self.objective.size, dtype=torch.float64, device=self.runtime.device)
         self.strategy.module.eval()
-        for number in range(math.ceil(len(rows) / (micro_rows * self.runtime.world_size))):
-            first = (number * self.runtime.world_size + self.runtime.rank) * micro_rows
-            batch = self._on_device(rows.read(first, micro_rows))
-            batch["labels"][max(0, len(rows) - first) :] = NOT_TRAINED
-            sums += torch.stack([self.strategy.summed_loss(batch).double(), self.objective.counts(batch).double()])
+        metrics = held_out.evaluate(
+            rows, self.options.micro_batch_rows, self.runtime, self.objective, self.strategy.summed_loss
+        )
         self.strategy.module.train()
-        found, counts = total(sums)
-        values = self.objective.named((found / counts).tolist())
-        perplexity = {"perplexity": math.exp(values["loss"])} if self.objective.has_perplexity else {}
-        return {f"eval_{name}": value for name, value in (values | perplexity).items()}
+        return metrics
 
     def _refuse_failing_export(self) -> None:
         """Try on rank 0 all of the export but its weights. If it fails, all ranks raise UserError."""

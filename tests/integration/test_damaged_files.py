@@ -242,14 +242,14 @@ def test_a_run_with_a_damaged_identity_is_not_resumed(options: DDPOptions, damag
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_list_of_checkpoints_gives_one_sentence(options: DDPOptions, damage: str) -> None:
     """Ray Train would stop with a decoder's error; without the list, the run would delete its checkpoints."""
-    ray_train._check_list_of_checkpoints(options)  # a new run has none
+    ray_train.check_list_of_checkpoints(options)  # a new run has none
     file = Path(options.output, options.name, LIST_OF_CHECKPOINTS)
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"checkpoint_results": []}))
-    ray_train._check_list_of_checkpoints(options)
+    ray_train.check_list_of_checkpoints(options)
     _damage(file, damage)
     with pytest.raises(UserError, match=rf"{file} is damaged, .*\. Ray Train finds no checkpoint .*--fresh"):
-        ray_train._check_list_of_checkpoints(options)
+        ray_train.check_list_of_checkpoints(options)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -422,6 +422,7 @@ JOBS = (
     "preprocess",
     "quantize",
     "train_classifier",
+    "train_hf",
     "tune",
 )
 """The jobs that write a folder."""

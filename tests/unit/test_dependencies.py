@@ -31,6 +31,7 @@ AT_START = {
     "jobs.serve_llm": SERVES,
     "jobs.serve_rag": {"lancedb", "openai", *SERVES},
     "jobs.train_classifier": {"ray", "ray.data", "ray.train", "torch"},
+    "jobs.train_hf": {"ray", "ray.data", "ray.train", *TRAINS},
     "jobs.tune": {"ray", "ray.train", *TRAINS},
     "raymill.job": set(),
     "raymill.rag.generator": {"openai"},

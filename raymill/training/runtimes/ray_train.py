@@ -181,7 +181,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     _check_cluster(options, stream)
     with job_lease.hold(f"{options.output}/{options.name}", "--name"):
         preflight.claim(options, identity | {"launcher": "Ray Train"} | code_identity.identify(make_strategy))
-        _check_list_of_checkpoints(options)
+        check_list_of_checkpoints(options)
         storage.delete_file(_failure_file(options))
         trainer = _torch_trainer(options, make_strategy, stream, gang.scaling(options))
         try:
@@ -209,7 +209,7 @@ def _check_stream(options: TrainOptions, stream: streaming.StreamInput) -> prefl
     return preflight.identify(options, config, f"stream of {names}{formats}")
 
 
-def _check_list_of_checkpoints(options: TrainOptions) -> None:
+def check_list_of_checkpoints(options: TrainOptions) -> None:
     """Refuse a run with a damaged list of checkpoints, which Ray Train writes after each checkpoint and reads first."""
     file = f"{options.output}/{options.name}/{LIST_OF_CHECKPOINTS}"
     remedy = "Ray Train finds no checkpoint without it. Start over with --fresh, or use another --name."
@@ -237,18 +237,23 @@ def _torch_trainer(
         datasets={"train": streaming.dataset(stream)} if stream else None,
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
         scaling_config=scaling,
-        run_config=RunConfig(
-            name=options.name,
-            storage_path=options.output,
-            callbacks=[TuneReportCallback()] if is_in_trial() else [],
-            logging_config=LoggingConfig(log_level="WARNING"),  # the trainer prints its own progress
-            failure_config=FailureConfig(max_failures=options.max_failures),
-            worker_runtime_env={"env_vars": transport.LOG_VARIABLES} if options.device == "cuda" else None,
-            checkpoint_config=CheckpointConfig(
-                num_to_keep=options.keep_checkpoints,
-                checkpoint_score_attribute=SCORE,
-                checkpoint_score_order="min",
-            ),
+        run_config=run_config(options),
+    )
+
+
+def run_config(options: TrainOptions) -> RunConfig:
+    """Return where a run is stored, which checkpoints are kept, and how often dead workers are replaced."""
+    return RunConfig(
+        name=options.name,
+        storage_path=options.output,
+        callbacks=[TuneReportCallback()] if is_in_trial() else [],
+        logging_config=LoggingConfig(log_level="WARNING"),  # the trainer prints its own progress
+        failure_config=FailureConfig(max_failures=options.max_failures),
+        worker_runtime_env={"env_vars": transport.LOG_VARIABLES} if options.device == "cuda" else None,
+        checkpoint_config=CheckpointConfig(
+            num_to_keep=options.keep_checkpoints,
+            checkpoint_score_attribute=SCORE,
+            checkpoint_score_order="min",
         ),
     )
 
