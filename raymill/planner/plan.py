@@ -49,7 +49,7 @@ def plan(
         global_batch_rows=train.global_batch_rows,
         num_workers=train.max_workers,
         precision=train.precision,
-        chunked_loss=train.chunked_loss,
+        chunked_loss=train.chunked_loss or train.objective != "supervised",  # losses of pairs always are
         checkpointing_interval=train.gradient_checkpointing_interval,
         optimizer=train.optimizer,
         own_optimizers=_own_optimizers(),
