@@ -47,6 +47,9 @@ class FSDP(Strategy):
     @contextmanager
     def loading(cls, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> Iterator[None]:
         """Make `from_pretrained` read only this rank's rows of each parameter. The parameters become DTensors."""
+        if options.quantize_base:  # bitsandbytes quantizes whole weights, a quarter of the size, which are then sharded
+            yield
+            return
         load, mesh = PreTrainedModel._load_pretrained_model, _mesh(options, runtime)
 
         def load_shards(model: PreTrainedModel, *arguments: Any) -> Any:

@@ -163,6 +163,8 @@ def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = Fal
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=_compute_dtype(options),
+        # FSDP gathers parameters in the format of the computation, and would convert packed bytes of another format
+        bnb_4bit_quant_storage=_compute_dtype(options) if options.strategy == "fsdp" else torch.uint8,
     )
     folder = model_cache.on_this_node(options.model)
     refusal = UserError(
@@ -179,6 +181,10 @@ def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = Fal
         # with None, transformers would load the packed numbers of a quantized checkpoint as if they were weights
         **({"quantization_config": nf4} if quantized else {}),
     )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # in an evaluation on a CPU, bitsandbytes would round the weights again, and training would go on with them
+            module.support_avx512bf16_for_cpu = False
     if is_packed and getattr(model, "hf_quantizer", None):
         raise refusal
     if is_packed:
@@ -283,7 +289,10 @@ def _copy_processor(location: str, folder: Path) -> None:
 def _write_adapter(
     model: PreTrainedModel, trained: dict[str, torch.Tensor], folder: Path, options: TrainOptions
 ) -> None:
+    # a quantized model would replace the state by its own, of which a rank of FSDP has a part
+    quantizer, model.hf_quantizer = getattr(model, "hf_quantizer", None), None
     model.save_pretrained(folder, state_dict=trained)
+    model.hf_quantizer = quantizer
     adapters = model.peft_config["default"]
     adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
     adapters.save_pretrained(folder)

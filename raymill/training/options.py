@@ -142,8 +142,8 @@ class TrainOptions(WorkerOptions):
 
     @model_validator(mode="after")
     def _adapters_are_above_quantized_weights(self) -> Self:
-        if self.quantize_base and (not self.lora_rank or self.strategy != "ddp"):
-            needed = f"adapters and DDP: {inv('submit finetune_ddp -- --lora-rank 16 --quantize-base')}"
+        if self.quantize_base and (not self.lora_rank or self.strategy not in ("ddp", "fsdp")):
+            needed = f"adapters, and DDP or FSDP: {inv('submit finetune_fsdp -- --lora-rank 16 --quantize-base')}"
             raise ValueError(f"quantize_base needs {needed}")
         return self
 

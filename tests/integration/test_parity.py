@@ -232,6 +232,20 @@ def test_lora_agrees_with_one_process(way: str, machines: int, lora_alone: list[
         torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
 
 
+def test_qlora_on_shards_has_the_losses_of_one_process(lora: dict[str, Any], assets: Path, tmp_path: Path) -> None:
+    """With matrices of whole blocks of 64 numbers."""
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = str(packed_rows.write_model(tmp_path / "model", assets, **shape))
+    own = lora | {"model": model, "quantize_base": True, "stop_after": 10, "checkpoint_every": 5}
+    single = _alone(own | {"name": "qlora-alone"})
+    for stop in (5, 10):  # the second run resumes
+        rows = _spread(_fsdp, 2, own | {"name": "qlora-fsdp", "stop_after": stop})
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    _assert_close(rows, single, EXACT)
+    for weights, others in zip(_weights(lora, "qlora-fsdp"), _weights(lora, "qlora-alone"), strict=True):
+        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("way", ["fsdp", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_muon_agrees_with_one_process(way: str, changes: dict[str, Any]) -> None:
     own = changes | {"optimizer": "muon"}
