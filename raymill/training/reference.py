@@ -4,13 +4,14 @@ import hashlib
 import io
 import math
 import time
+import zipfile
 from typing import Literal
 
 import numpy as np
 import torch
 
 from raymill.training import objectives, storage, weights_check
-from raymill.training.collectives import largest, total
+from raymill.training.collectives import any_rank, largest, total
 from raymill.training.dataset import PackedRows, read_manifest
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Runtime
@@ -28,15 +29,25 @@ def log_probabilities(
     weights, rows and precision; otherwise rank 0 writes it. All ranks must call this.
     """
     location = _location(options, split)
-    content = storage.read_bytes(location)
-    if largest(float(content is None), runtime.device):
+    found = _read(location, len(PackedRows(options.data, split)))
+    is_missing = any_rank(found is None, runtime.device)
+    if found is None or is_missing:
         found = _compute(strategy, options, runtime, split)
         if runtime.rank == 0:
             buffer = io.BytesIO()
-            np.save(buffer, found)
+            np.savez(buffer, logps=found)  # with a checksum
             storage.write_bytes(location, buffer.getvalue())
-        return found
-    return np.load(io.BytesIO(content or b""))
+    return found
+
+
+def _read(location: str, rows: int) -> np.ndarray | None:
+    """Return the content of a file, or None if it does not exist or is damaged, for example by a kill."""
+    content = storage.read_bytes(location)
+    try:
+        found = np.load(io.BytesIO(content or b""))["logps"]
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile):
+        return None
+    return found if len(found) == rows else None
 
 
 def _location(options: TrainOptions, split: str) -> str:
@@ -47,7 +58,7 @@ def _location(options: TrainOptions, split: str) -> str:
         str(options.quantize_base),
     )
     key = hashlib.sha256("\n".join(made_with).encode()).hexdigest()[:16]
-    return f"{options.data}/reference/{key}-{split}.npy"
+    return f"{options.data}/reference/{key}-{split}.npz"
 
 
 @torch.no_grad()

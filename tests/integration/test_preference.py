@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -248,6 +249,14 @@ def test_the_reference_is_computed_once_for_rows_weights_and_precision(
     rows = alone(changes | {"name": "again"})
     assert [row.get("loss") for row in rows] == [row.get("loss") for row in dpo_alone]
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+    monkeypatch.undo()
+    for damage in (lambda content: content[:-40], lambda content: content[:150] + b"xxxx" + content[154:]):
+        for name, content in files.items():
+            (folder / name).write_bytes(damage(content))
+        rows = alone(changes | {"name": "damaged", "fresh": True})
+        assert [row.get("loss") for row in rows[: len(dpo_alone)]] == [row.get("loss") for row in dpo_alone]
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == files, "written again"
+        shutil.rmtree(Path(changes["output"], "damaged"))
     options = options_of(changes)
     names = {
         reference._location(options.model_copy(update=other), split)
