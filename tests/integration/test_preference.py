@@ -216,9 +216,13 @@ def test_two_ranks_agree_with_one_process_and_resume(way: str, dpo_alone: list[R
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "dpo"])
-def test_each_objective_agrees_on_two_ranks(name: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.nightly) for way in WAYS if way != "fsdp")]
+)
+def test_each_objective_agrees_on_two_ranks(way: str, name: str, changes: dict[str, Any]) -> None:
     own = changes | {"objective": name, "steps": 4} | OBJECTIVES[name]
-    single, rows = alone(own | {"name": f"alone-{name}"}), spread(own | {"name": name, "micro_batch_rows": 4}, "fsdp")
+    single = alone(own | {"name": f"alone-{name}-{way}"})
+    rows = spread(own | {"name": f"{name}-{way}", "micro_batch_rows": 4}, way)
     for metric in (
         "loss",
         "grad_norm",
@@ -227,6 +231,18 @@ def test_each_objective_agrees_on_two_ranks(name: str, changes: dict[str, Any]) 
     ):
         found = [[row[metric] for row in some if row["step"]] for some in (rows, single)]
         assert found[0] == pytest.approx(found[1], abs=EXACT, rel=1e-4), metric
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_each_objective_resumes_bit_for_bit(name: str, lora_rank: int, changes: dict[str, Any]) -> None:
+    own = changes | {"objective": name, "lora_rank": lora_rank} | OBJECTIVES[name]
+    for stop in (4, None):
+        rows = alone(own | {"name": f"parts-{name}-{lora_rank}", "stop_after": stop})
+    whole = alone(own | {"name": f"whole-{name}-{lora_rank}"})
+    assert [row.get("loss") for row in rows] == [row.get("loss") for row in whole]
+    assert rows[-1]["loss"] < rows[1]["loss"]
 
 
 def test_adapters_have_the_base_model_as_reference(changes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ class Log(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return changes to the settings of the local profile, with packed pairs of texts, each pair in a row of its own."""
+    """Return changes to the settings of the local profile, with packed pairs of texts, one in each row."""
     folder, model = tmp_path_factory.mktemp("pairs"), tmp_path_factory.mktemp("model")
     packed_rows.write_model(model, assets)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -64,22 +64,21 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             rows.append({"prompt": prompt} | pair)
     made = {"input": str(write_rows(folder / "rows.jsonl", rows)), "model": str(model), "task": "preference"}
     preprocess.main(preprocess_job.options(assets, folder, **made, sequence_length=LENGTH, eval_share=0.0))
-    sizes = {
+    return {
+        "model": str(model),
+        "data": str(folder / "packed"),
+        "output": str(tmp_path_factory.mktemp("runs")),
         "steps": STEPS,
         "global_batch_rows": ROWS,
         "micro_batch_rows": 2,
         "eval_every": 100,
         "checkpoint_every": 100,
-    }
-    rates = {
         "learning_rate": 1e-2,
         "warmup_steps": 0,
         "schedule": "constant",
         "weight_decay": 0.0,
         "max_grad_norm": 1e9,
     }
-    places = {"model": str(model), "data": str(folder / "packed"), "output": str(tmp_path_factory.mktemp("runs"))}
-    return places | sizes | rates
 
 
 def pairs_of_steps(changes: dict[str, Any]) -> Iterator[dict[str, str]]:
@@ -93,7 +92,8 @@ def pairs_of_steps(changes: dict[str, Any]) -> Iterator[dict[str, str]]:
         texts = [tokenizer.decode(ids[start:stop], skip_special_tokens=True) for start, stop in spans]
         prompt = re.match(r"Question \d+:", texts[0])
         assert prompt
-        yield {"prompt": prompt[0]} | dict(zip(("chosen", "rejected"), (text[prompt.end() :] for text in texts)))
+        chosen, rejected = (text[prompt.end() :] for text in texts)
+        yield {"prompt": prompt[0], "chosen": chosen, "rejected": rejected}
 
 
 def with_trl(kind: str, own: dict[str, Any], changes: dict[str, Any], folder: Path) -> list[dict[str, float]]:
