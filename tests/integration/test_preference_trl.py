@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "simpo": ({"beta": 2.0, "simpo_gamma": 1.0}, "cpo", {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0}),
     "orpo": ({"beta": 0.1}, "orpo", {}),
 }
-TOLERANCE = 1e-5
+LOSS, GRADIENT = 1e-5, 1e-4  # relative tolerances
 
 
 class PlainSGD(DDP):
@@ -149,9 +149,9 @@ def test_the_table_of_objectives_is_true(changes: dict[str, Any], tmp_path: Path
         assert len(rows) == len(steps) == STEPS
         if name == "orpo":
             odds = -own["beta"] * steps[0]["log_odds_ratio"]
-            assert rows[0]["odds_ratio_loss"] == pytest.approx(odds, rel=TOLERANCE)
+            assert rows[0]["odds_ratio_loss"] == pytest.approx(odds, rel=LOSS)
         else:
-            for key in ("loss", "grad_norm"):
-                assert [row[key] for row in rows] == pytest.approx([step[key] for step in steps], rel=TOLERANCE), key
+            for key, tolerance in (("loss", LOSS), ("grad_norm", GRADIENT)):
+                assert [row[key] for row in rows] == pytest.approx([step[key] for step in steps], rel=tolerance), key
             assert len({round(row["loss"], 6) for row in rows}) == STEPS, "the model learns"
         assert re.search(rf"^\| `{name}` \| .*1e-5.*\| yes \| yes \| yes \|$", page, re.MULTILINE), name
