@@ -66,7 +66,8 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         for n in range(150)
     ]
     made = {"input": str(write_rows(folder / "rows.jsonl", rows)), "model": str(model), "task": "preference"}
-    preprocess.main(preprocess_job.options(assets, folder, **made, eval_share=0.1))
+    preprocess.main(preprocess_job.options(assets, folder, **made, eval_share=0.1, shard_mib=0.01))  # several files
+    assert len(list((folder / "packed" / "train").iterdir())) > 2
     return {
         "model": str(model),
         "data": str(folder / "packed"),
