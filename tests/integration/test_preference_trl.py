@@ -102,12 +102,16 @@ def with_trl(kind: str, own: dict[str, Any], changes: dict[str, Any], folder: Pa
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    trainers = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
+    trainers: dict[str, tuple[Any, Any]] = {
+        "dpo": (DPOTrainer, DPOConfig),
+        "cpo": (CPOTrainer, CPOConfig),
+        "orpo": (ORPOTrainer, ORPOConfig),
+    }
     trainer_type, config_type = trainers[kind]
     tokenizer = AutoTokenizer.from_pretrained(changes["model"])
     tokenizer.bos_token = None  # the older trainers would put it before each prompt, with or without a template
     log = Log()
-    config = {
+    config: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": STEPS,
         "per_device_train_batch_size": ROWS,
