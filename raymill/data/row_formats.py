@@ -236,8 +236,11 @@ def _read_pair(row: Mapping[str, Any]) -> Pair:
     if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
         chosen, rejected = [_assistant(chosen)], [_assistant(rejected)]
     if isinstance(chosen, str) and isinstance(rejected, str):
+        if lost := [name for name in (*QUESTIONS[:-1], *CONTEXTS, "history", *SIDE_COLUMNS) if row.get(name)]:
+            raise BadRow(f"pairs of texts with {lost[0]}, which only pairs of messages can have; put it into `prompt`")
         prompt = require_text(prompt) if prompt else _common_text(chosen, rejected)
-        return Pair(*(Completion(prompt, answer.removeprefix(prompt)) for answer in (chosen, rejected)))
+        has_prompt = chosen.startswith(prompt) and rejected.startswith(prompt)
+        return Pair(*(Completion(prompt, answer[len(prompt) if has_prompt else 0 :]) for answer in (chosen, rejected)))
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise BadRow("chosen and rejected are neither both texts nor both lists of messages")
     answers = [normalize_messages(answer) for answer in (chosen, rejected)]

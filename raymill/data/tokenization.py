@@ -204,7 +204,11 @@ class DocumentTokenizer:
         longest = max(answers) if sum(answers) <= room else max(room // 2, room - min(answers))
         cut = [self._cut(text, prompt + longest) for text, prompt in zip(encoded, prompts, strict=True)]
         good = [document for document in cut if document is not None]
-        return good if len(good) == 2 else BadRow("no trained token of both answers within sequence_length")
+        if len(good) < 2:
+            return BadRow("no trained token of both answers within sequence_length")
+        if np.array_equal(good[0].input_ids, good[1].input_ids):
+            return BadRow("chosen and rejected are equal within sequence_length")
+        return good
 
     def _cut(self, text: EncodedText, length: int) -> TokenizedDocument | None:
         """Return a document of at most so many tokens, or None if no trained token is left."""

@@ -186,7 +186,7 @@ def packing_note(model: str, config: PreTrainedConfig) -> str:
 def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Identity:
     """Return the identity of a run with these options. `data` is a string that identifies the rows."""
     return {
-        "model": f"{options.model.rpartition('/')[2]} ({_config_hash(config)})",
+        "model": f"{options.model.rpartition('/')[2]} ({config_hash(config)})",
         "weights of the base model": f"fingerprint {weights_check.fingerprint(options.model)}",
         "data": data,
         "strategy": options.strategy,
@@ -226,7 +226,7 @@ def _refuse_another_identity(existing: Identity, identity: Identity, name: str) 
             )
 
 
-def _config_hash(config: PreTrainedConfig) -> str:
+def config_hash(config: PreTrainedConfig) -> str:
     """Return a hash of the architecture. The model's folder and the version of transformers do not affect it."""
     unrelated = ("_name_or_path", "transformers_version")
     architecture = {key: value for key, value in config.to_dict().items() if key not in unrelated}

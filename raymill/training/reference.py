@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from raymill.training import objectives, storage, weights_check
+from raymill.training import objectives, preflight, storage, weights_check
 from raymill.training.collectives import any_rank, largest, total
 from raymill.training.dataset import PackedRows, read_manifest
 from raymill.training.options import TrainOptions
@@ -45,7 +45,7 @@ def _read(location: str, rows: int) -> np.ndarray | None:
     content = storage.read_bytes(location)
     try:
         found = np.load(io.BytesIO(content or b""))["logps"]
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile):
+    except (ValueError, OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile):  # also NotImplementedError
         return None
     return found if len(found) == rows else None
 
@@ -56,6 +56,9 @@ def _location(options: TrainOptions, split: str) -> str:
         read_manifest(options.data).content_hash,
         options.precision,
         str(options.quantize_base),
+        # the same weights give other numbers in another strategy's formats, and with another configuration
+        f"{options.strategy} {options.device} {bool(options.lora_rank)}",
+        preflight.config_hash(preflight.load_config(options.model)),
     )
     key = hashlib.sha256("\n".join(made_with).encode()).hexdigest()[:16]
     return f"{options.data}/reference/{key}-{split}.npz"

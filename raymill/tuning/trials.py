@@ -72,7 +72,7 @@ def save(folder: str, trials: Sequence[Trial]) -> None:
 def curve(folder: str, name: str) -> list[Line]:
     """Return the evaluations of a trial so far, except those with a loss that is not finite."""
     text = storage.read_text(f"{folder}/{name}/metrics.jsonl") or ""
-    return [line for line in lines(text) if math.isfinite(line.get("eval_loss", math.nan))]
+    return [line for line in lines(text) if line["step"] and math.isfinite(line.get("eval_loss", math.nan))]
 
 
 def ranked(folder: str, trials: Sequence[Trial]) -> list[Outcome]:

@@ -42,6 +42,7 @@ LATER = [user("Hi?"), answer("Yes", weight=0), user("Why?")]
     [
         ({"prompt": "Q: ", "chosen": "a", "rejected": "b"}, (Completion("Q: ", "a"), Completion("Q: ", "b"))),
         ({"prompt": "Q: ", "chosen": "Q: a", "rejected": "Q: b"}, (Completion("Q: ", "a"), Completion("Q: ", "b"))),
+        ({"prompt": "Hi", "chosen": "Hi!", "rejected": "No."}, (Completion("Hi", "Hi!"), Completion("Hi", "No."))),
         (
             {"chosen": "\n\nHuman: hi\n\nAssistant: Yes", "rejected": "\n\nHuman: hi\n\nAssistant: Yeah"},
             (Completion("\n\nHuman: hi\n\nAssistant:", " Yes"), Completion("\n\nHuman: hi\n\nAssistant:", " Yeah")),
@@ -78,6 +79,8 @@ def test_published_pairs_are_read(row: dict[str, Any], expected: tuple[Any, Any]
     ("row", "problem"),
     [
         ({"chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+        ({"question": "Why?", "chosen": "a", "rejected": "b"}, "pairs of texts with question"),
+        ({"prompt": "Why?", "system": "Be kind.", "chosen": "a", "rejected": "b"}, "pairs of texts with system"),
         ({"prompt": "x", "chosen": " ", "rejected": "a"}, "the text is empty"),
         ({"chosen": [user("a"), answer("b")], "rejected": [user("c"), answer("d")]}, "differ before an assistant turn"),
         ({"chosen": [user("a"), answer("b")], "rejected": [user("a")]}, "one of them ends before it"),
@@ -119,7 +122,8 @@ def test_answers_that_are_too_long_are_cut_alike(
 ) -> None:
     """No answer has more than the limit that both have, and a row has 64 tokens, of which the prompts take 20."""
     options = preprocess_job.options(assets, tmp_path, input="", sequence_length=64)
-    encoded = [EncodedText(list(range(10 + size)), [(10, 10 + size)], False) for size in (chosen, rejected)]
+    sizes = ((0, chosen), (1, rejected))
+    encoded = [EncodedText(list(range(first, first + 10 + size)), [(10, 10 + size)], False) for first, size in sizes]
     documents = DocumentTokenizer.from_options(options)._cut_all(encoded, is_pair=True)
     assert not isinstance(documents, BadRow)
     assert tuple(int((one.labels != NOT_TRAINED).sum()) for one in documents) == kept
@@ -131,7 +135,8 @@ def test_answers_that_are_too_long_are_cut_alike(
 def test_a_pair_whose_prompts_fill_the_row_is_a_bad_row(assets: Path, tmp_path: Path) -> None:
     tokenizer = DocumentTokenizer.from_options(preprocess_job.options(assets, tmp_path, input="", sequence_length=64))
     for prompt in (31, 32, 64, 70):
-        found = tokenizer._cut_all([EncodedText(list(range(prompt + 9)), [(prompt, prompt + 9)], False)] * 2, True)
+        ids = [list(range(first, first + prompt + 9)) for first in (0, 1)]
+        found = tokenizer._cut_all([EncodedText(one, [(prompt, prompt + 9)], False) for one in ids], True)
         assert isinstance(found, BadRow) == (prompt > 31)
 
 

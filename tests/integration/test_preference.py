@@ -261,26 +261,27 @@ def test_the_reference_is_computed_once_for_rows_weights_and_precision(
     changes: dict[str, Any], dpo_alone: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(changes["data"], "reference")
-    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    options = preflight.with_absolute_paths(options_of(changes))
+    names = [reference._location(options, split).rpartition("/")[2] for split in ("train", "eval")]
+    files = {name: (folder / name).read_bytes() for name in names}
     monkeypatch.setattr(reference, "_compute", lambda *_: pytest.fail("computed again"))
     rows = alone(changes | {"name": "again"})
     assert [row.get("loss") for row in rows] == [row.get("loss") for row in dpo_alone]
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+    assert {name: (folder / name).read_bytes() for name in names} == files
     monkeypatch.undo()
     for damage in (lambda content: content[:-40], lambda content: content[:150] + b"xxxx" + content[154:]):
         for name, content in files.items():
             (folder / name).write_bytes(damage(content))
         rows = alone(changes | {"name": "damaged", "fresh": True})
         assert [row.get("loss") for row in rows[: len(dpo_alone)]] == [row.get("loss") for row in dpo_alone]
-        assert {file.name: file.read_bytes() for file in folder.iterdir()} == files, "written again"
+        assert {name: (folder / name).read_bytes() for name in names} == files, "written again"
         shutil.rmtree(Path(changes["output"], "damaged"))
-    options = options_of(changes)
     names = {
         reference._location(options.model_copy(update=other), split)
-        for other in ({}, {"precision": "bf16"}, {"quantize_base": True})
+        for other in ({}, {"precision": "bf16"}, {"quantize_base": True}, {"lora_rank": 4})
         for split in ("train", "eval")
     }
-    assert len(names) == 6
+    assert len(names) == 8
 
 
 def test_evaluate_counts_pairs_whose_chosen_answer_is_likelier(changes: dict[str, Any]) -> None:
