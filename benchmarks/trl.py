@@ -74,7 +74,7 @@ def _options(folder: Path) -> DDPOptions:
     )
 
 
-def _config(folder: Path, options: DDPOptions) -> dict[str, Any]:
+def config_of(folder: Path, options: DDPOptions) -> dict[str, Any]:
     """Return the options under TRL's names, with a scheduler whose warm-up counts steps from 1, like ours."""
     return {
         "output_dir": str(folder / "trl"),
@@ -168,7 +168,7 @@ def _ask(folder: Path, options: DDPOptions, rows: list[Row], config: dict[str, A
         {
             "model": options.model,
             "rows": str(harness.write_rows(folder / "trl.jsonl", rows)),
-            "config": _config(folder, options) | config,
+            "config": config_of(folder, options) | config,
             "threads": options.cpus_per_worker,
             "trains": trains,
         },

@@ -1,4 +1,4 @@
-"""Runs TRL's trainers of pairs on the given rows. Returns the loss, the gradient and the time of each step."""
+"""Runs TRL's DPOTrainer on the given rows. Returns the metrics and the time of each step."""
 
 import json
 import time
@@ -9,14 +9,6 @@ from datasets import Dataset
 from exchange import answer
 from transformers import AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer
-from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-KINDS: dict[str, tuple[Any, Any]] = {
-    "dpo": (DPOTrainer, DPOConfig),
-    "orpo": (ORPOTrainer, ORPOConfig),
-    "cpo": (CPOTrainer, CPOConfig),
-}
 
 
 class Clock(TrainerCallback):
@@ -54,20 +46,17 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     """Train, and return `steps` and the share of `padding`.
 
     Args:
-        asked: `model`, `rows` (a JSONL file), `kind`, `config` (arguments of its configuration) and `threads`.
+        asked: `model`, `rows` (a JSONL file), `config` (arguments of DPOConfig) and `threads`.
     """
     torch.set_num_threads(asked["threads"])
     with open(asked["rows"], encoding="utf-8") as lines:
         rows = Dataset.from_list([json.loads(line) for line in lines])
-    trainer_type, config_type = KINDS[asked["kind"]]
-    tokenizer = AutoTokenizer.from_pretrained(asked["model"])
-    tokenizer.bos_token = None  # the older trainers would put it before each prompt, with or without a template
     clock = Clock()
-    trainer = trainer_type(
+    trainer = DPOTrainer(
         model=asked["model"],
-        args=config_type(**asked["config"]),
+        args=DPOConfig(**asked["config"]),
         train_dataset=rows,
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(asked["model"]),
         callbacks=[clock],
     )
     trainer.data_collator = counter = Counter(trainer.data_collator)

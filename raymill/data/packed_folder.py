@@ -13,7 +13,7 @@ from raymill.data.row_formats import PUBLISHED
 from raymill.errors import UserError
 from raymill.output_lease import is_lease
 
-SUBFOLDERS = ("train", "eval", "rejected", "dropped", "samples")
+SUBFOLDERS = ("train", "eval", "rejected", "dropped", "samples", "reference")
 MANIFEST = "manifest.json"
 MARKER = "UNFINISHED"  # exists while `preprocess` writes; without it and without a manifest, the files are the user's
 

@@ -47,7 +47,8 @@ def _show_documents(rows: list[dict[str, Any]], count: int, tokenizer: DocumentT
     # a submitted job's log is not a terminal, but users read the log in a terminal
     console = Console(force_terminal=True, soft_wrap=True)
     for number, document in enumerate(islice(_documents(rows, tokenizer), count), 1):
-        console.print(Text(f"example {number} (green: trained)", style="bold"))
+        which = ("chosen", "rejected")[(number - 1) % 2] + ", " if tokenizer.task == "preference" else ""
+        console.print(Text(f"example {number} ({which}green: trained)", style="bold"))
         console.print(_colored(document, tokenizer))
 
 

@@ -42,6 +42,8 @@ SHAREGPT_ROLES = {
 SHAREGPT_KEYS = ("weight", "tool_calls", "tool_call_id", *REASONING_KEYS)
 QUESTIONS = ("instruction", "question", "query", "prompt")
 CONTEXTS = ("input", "context")
+QUESTION_MARK, ANSWER_MARK = "\n\nHuman:", "\n\nAssistant:"
+"""In texts with several turns, as in hh-rlhf."""
 ANSWERS = ("response", "output", "answer", "completion", "target")
 
 
@@ -232,7 +234,8 @@ def _read_completion(row: Mapping[str, Any]) -> Example:
 
 def _read_pair(row: Mapping[str, Any]) -> Pair:
     """Read two answers, with a prompt of its own or with the prompt that both begin with."""
-    chosen, rejected, prompt = (_text_or_messages(row.get(name)) for name in ("chosen", "rejected", "prompt"))
+    chosen, rejected = (_text_or_messages(row[name]) for name in ("chosen", "rejected"))
+    prompt = _text_or_messages(row.get("prompt") or row.get("conversations"))
     if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
         chosen, rejected = [_assistant(chosen)], [_assistant(rejected)]
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -247,6 +250,8 @@ def _read_pair(row: Mapping[str, Any]) -> Pair:
     before: list[Message] = []
     if isinstance(prompt, list) and prompt:
         before = normalize_messages(prompt)
+        if all(answer[: len(before)] == before for answer in answers):  # whole conversations
+            answers = [answer[len(before) :] for answer in answers]
     elif prompt and all(answer[0]["role"] == "assistant" for answer in answers):
         before = [_user(require_text(prompt))]
     if not before:
@@ -259,18 +264,30 @@ def _read_pair(row: Mapping[str, Any]) -> Pair:
 
 
 def _text_or_messages(value: Any) -> Any:
-    """Return a value, decoded if it is a list of messages as JSON."""
-    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
-        return value
-    with contextlib.suppress(BadRow):
-        return decode_json(value, "")
+    """Return a text, or the messages that a value holds: a list or one of them, also in ShareGPT's form or as JSON."""
+    found = value
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        with contextlib.suppress(BadRow):
+            found = decode_json(value, "")
+    turns = [found] if isinstance(found, dict) else found
+    if isinstance(turns, list) and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns):
+        return [_sharegpt_message(turn) for turn in turns]
     return value
 
 
 def _common_text(first: str, second: str) -> str:
-    """Return the text that two texts begin with, up to the last white space: a word belongs to its answer."""
+    """Return the prompt that two texts begin with: up to the mark of an answer or, without one, the last white space.
+
+    Raises:
+        BadRow: the texts are conversations that differ before the last answer.
+    """
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return re.match(r"(?s)(.*\s)?", "".join(one for one, _ in pairs))[0].rstrip(" ")  # type: ignore[index]
+    common = "".join(one for one, _ in pairs)
+    before, mark, _ = common.rpartition(ANSWER_MARK)
+    prompt = before + mark if mark else re.match(r"(?s)(.*\s)?", common)[0].rstrip(" ")  # type: ignore[index]
+    if any(QUESTION_MARK in text[len(prompt) :] for text in (first, second)):
+        raise BadRow("chosen and rejected differ before their last answer")
+    return prompt
 
 
 def _read_text(row: Mapping[str, Any]) -> Completion:
@@ -313,7 +330,9 @@ FORMATS = (
     Format("instructions and answers", (QUESTIONS, ANSWERS), (*CONTEXTS, "history", *SIDE_COLUMNS), _read_instruction),
     Format("plain text", (("text",),), (), _read_text),
 )
-PAIR_FORMATS = (Format("preference pairs", (("chosen",), ("rejected",)), ("prompt", *SIDE_COLUMNS), _read_pair),)
+PAIR_FORMATS = (
+    Format("preference pairs", (("chosen",), ("rejected",)), ("prompt", "conversations", *SIDE_COLUMNS), _read_pair),
+)
 ALL_FORMATS = (*FORMATS, *PAIR_FORMATS)
 UNSUPPORTED = {
     ("chosen", "rejected"): "a preference pair (chosen, rejected), which needs --task preference",

@@ -52,6 +52,8 @@ def find_input(model: str) -> StreamInput:
             "--stream cannot compare rows, so it does not filter; run preprocess and train on its output, or remove "
             "[preprocess.filters] and FILTERS in jobs/preprocess.py."
         )
+    if options.task != "supervised":
+        raise UserError(f"--stream packs no pairs, but task is {options.task} in [preprocess]; run preprocess instead.")
     sources = row_sources.find_all(options.input, options.mix, formats)
     return StreamInput(sources, DocumentTokenizer.from_options(options, model), embeddings)
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from raymill.data.chat_template import ChatTemplate, TemplateRejection, suggestion
 from raymill.data.document_encoder import DocumentEncoder, EncodedText
 from raymill.data.examples import BadRow, Completion, Conversation, Example, Pair, from_json
-from raymill.data.options import Overlong, PastReasoning, PreprocessOptions, TokenizerEngine, Turns
+from raymill.data.options import Overlong, PastReasoning, PreprocessOptions, Task, TokenizerEngine, Turns
 from raymill.data.row_formats import read_example
 from raymill.data.template_renderer import RenderedText
 from raymill.data.tokenizer import eos_ids, load_tokenizer, read_template
@@ -27,6 +27,8 @@ DOCUMENTS = pa.schema(
         ("is_fast", pa.bool_()),
     ]
 )
+
+PAIR = "a preference pair, which needs --task preference"
 
 T = TypeVar("T")
 
@@ -55,6 +57,7 @@ class DocumentTokenizer:
         past_reasoning: PastReasoning = "served",
         overlong: Overlong = "truncate",
         engine: TokenizerEngine = "auto",
+        task: Task = "supervised",
     ) -> None:
         """Load the tokenizer of `model`. `chat_template` is the text of a template, not its path.
 
@@ -66,6 +69,7 @@ class DocumentTokenizer:
         self.sequence_length = sequence_length
         self.overlong = overlong
         self.engine = engine
+        self.task: Task = task
         self._model = model
         self.template = (
             ChatTemplate(
@@ -91,6 +95,7 @@ class DocumentTokenizer:
             past_reasoning=options.past_reasoning,
             overlong=options.overlong,
             engine=options.tokenizer_engine,
+            task=options.task,
         )
 
     def use_fastokens(self) -> None:
@@ -133,6 +138,8 @@ class DocumentTokenizer:
         if row.get("problem"):
             raise BadRow(row["problem"])
         example = from_json(row["row"]) if isinstance(row.get("row"), bytes) else read_example(row)
+        if isinstance(example, Pair) != (self.task == "preference"):  # as own formats and filters may return
+            raise BadRow("no pair, but the task is preference" if self.task == "preference" else PAIR)
         first = example.chosen if isinstance(example, Pair) else example
         if isinstance(first, Conversation) and not self.template:
             raise UserError(

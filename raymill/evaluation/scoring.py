@@ -19,7 +19,7 @@ from raymill.evaluation.candidates import Candidate
 from raymill.model_config import context_length
 from raymill.ray_support import model_cache
 from raymill.training import composite, objectives
-from raymill.training.dataset import Batch, PackedRows, trained_tokens
+from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from raymill.training.packed_attention import model_inputs
 
 Metric = Callable[[PreTrainedModel, Batch, torch.Tensor], tuple[float, float]]
@@ -44,29 +44,39 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score(
-    model: PreTrainedModel, batch: Batch, metrics: Sequence[Metric] = ()
+    model: PreTrainedModel, batch: Batch, metrics: Sequence[Metric] = (), task: Task = "supervised"
 ) -> tuple[Score, dict[str, tuple[float, float]]]:
-    """Return the score of `model` on a batch of packed rows, and the results of own metrics, from one forward pass.
+    """Return the score of `model` on a batch of packed rows, and the results of metrics, from one forward pass.
+
+    Of pairs, the score is that of the chosen answers, and the metrics see both.
 
     Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it. Until
     the first wrong token, it sees the same tokens as this forward pass.
     """
-    output = model(
-        **model_inputs(model, batch), num_items_in_batch=1, use_cache=False
-    )  # 1: the loss is a sum, not a mean
-    labels = batch["labels"][:, 1:]
+    good = only_good(batch, task)
+    # with num_items_in_batch=1, the loss is a sum, not a mean
+    output = model(**model_inputs(model, good), num_items_in_batch=1, use_cache=False)
+    labels = good["labels"][:, 1:]
     trained = labels != NOT_TRAINED
     wrong = trained & (output.logits[:, :-1].argmax(-1) != labels)
     begins = trained & ~functional.pad(trained, (1, 0))[:, :-1]
     answers = int(begins.sum())
     counts = Score(
         loss=float(output.loss),
-        trained_tokens=int(trained_tokens(batch)),
-        documents=_count_segments(batch["labels"] != NOT_TRAINED, begins=batch["position_ids"] == 0),
+        trained_tokens=int(trained_tokens(good)),
+        documents=_count_segments(good["labels"] != NOT_TRAINED, begins=batch["position_ids"] == 0),
         answers=answers,
         exact=answers - _count_segments(wrong, begins),
     )
     return counts, {name_of(metric): _measure(metric, model, batch, output.logits) for metric in metrics}
+
+
+def only_good(batch: Batch, task: Task) -> Batch:
+    """Return a batch in which no rejected answer of a pair is trained."""
+    if task == "supervised":
+        return batch
+    is_rejected = objectives.document_numbers(batch) % 2 == 1
+    return batch | {"labels": batch["labels"].masked_fill(is_rejected, NOT_TRAINED)}
 
 
 def chosen_is_likelier(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
@@ -138,7 +148,7 @@ class Scorer:
         self._metrics = metrics
         self._device = torch.device(device)
         self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32).to(self._device).eval()
-        self._rows = PackedRows(data, "eval")
+        self._rows, self._task = PackedRows(data, "eval"), read_manifest(data).task
         self._eos_ids = eos_ids(candidate.model, load_tokenizer(candidate.model))
         self._report = report
 
@@ -151,7 +161,7 @@ class Scorer:
         generated, stopped = self._count_stops() if piece["first"] == 0 else (0, 0)
         started = time.perf_counter()
         batch = self._rows.read(piece["first"], piece["rows"])
-        scored, own = score(self._model, self._to_device(batch), self._metrics)
+        scored, own = score(self._model, self._to_device(batch), self._metrics, self._task)
         self._report(rows=piece["rows"])
         seconds = time.perf_counter() - started
         counts = {"tokens": batch["input_ids"].numel(), "generated": generated, "stopped": stopped}
@@ -160,7 +170,7 @@ class Scorer:
 
     def _count_stops(self) -> tuple[int, int]:
         batch = self._rows.read(0, min(QUESTIONS, len(self._rows)))
-        return count_stops(self._model, self._to_device(batch), self._eos_ids)
+        return count_stops(self._model, only_good(self._to_device(batch), self._task), self._eos_ids)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: column.to(self._device) for name, column in batch.items()}

@@ -35,12 +35,12 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
     """
     runtime.wait()
     refuse_full_disk(strategy, runtime, output)
-    write_strategy, random_state = strategy.capture(), _random_state(runtime.device)
+    write_strategy, numbers = strategy.capture(), random_state(runtime.device)
     state = State(step=int(row["step"]), world_size=runtime.world_size)
 
     def write(folder: Path) -> None:
         write_strategy(folder)
-        torch.save(random_state, folder / f"random-{runtime.rank:05d}.pt")
+        torch.save(numbers, folder / f"random-{runtime.rank:05d}.pt")
         checkpoint_check.seal(folder, runtime.rank, state)
 
     runtime.report(row, write)
@@ -137,7 +137,7 @@ def _free(folder: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the states of the random generators that dropout uses."""
     state = {"cpu": torch.get_rng_state()}
     return state | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state

@@ -52,12 +52,13 @@ def load_model(options: TrainOptions, has_token_losses: bool = False) -> PreTrai
     if options.liger:
         _use_liger(model)
     if has_token_losses:
-        _remove_dropout(model)
         use_token_losses(model)
     elif options.chunked_loss and chunked_loss.has_chunks(model):
         chunked_loss.use_chunks(model)
     if options.lora_rank:
         _add_adapters(model, options)
+    if has_token_losses:
+        _remove_dropout(model)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable(every_n_layers=options.gradient_checkpointing_interval)
     if options.compile:
@@ -67,11 +68,13 @@ def load_model(options: TrainOptions, has_token_losses: bool = False) -> PreTrai
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:
+    """Remove dropout and noise, under all names that models give them. The trainer checks that none is left."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and re.search("dropout|layerdrop|jitter", name):
+                setattr(module, name, 0.0)
 
 
 def _use_liger(model: PreTrainedModel) -> None:

@@ -47,7 +47,7 @@ class Objective(ABC):
 
     @abstractmethod
     def sums(self, module: nn.Module, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-        """Return the sums. `module` is to be called; `model` is the one within it."""
+        """Return the sums of a micro-batch. Call `module`, which wraps `model` and runs the strategy's collectives."""
 
     def named(self, means: list[float]) -> dict[str, float]:
         """Return the loss, several terms, and the metrics, given the sums after the division."""
@@ -234,8 +234,13 @@ def is_trained(batch: Batch) -> torch.Tensor:
     return (batch["labels"] != NOT_TRAINED) & (batch["position_ids"] != 0)
 
 
+def document_numbers(batch: Batch) -> torch.Tensor:
+    """Return the number of the document in its row that each token belongs to."""
+    return (batch["position_ids"] == 0).cumsum(1) - 1
+
+
 def document_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    documents = (batch["position_ids"] == 0).cumsum(1) - 1
+    documents = document_numbers(batch)
     return values.new_zeros(batch["document_starts"].shape).scatter_add(1, documents, values)
 
 

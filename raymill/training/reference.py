@@ -1,4 +1,4 @@
-"""Log-probabilities of all packed documents under the base model, computed once and kept beside the rows."""
+"""Computes how likely the base model finds each packed document, once for all runs, and stores it with the rows."""
 
 import hashlib
 import io

@@ -127,7 +127,13 @@ class Strategy(ABC):
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Return `loss` in the precision of the strategy, as a vector."""
-        return self.in_precision(lambda: self.loss(batch)).reshape(-1)
+        sums = self.in_precision(lambda: self.loss(batch)).reshape(-1)
+        if len(sums) != self.objective.size:
+            raise UserError(
+                f"loss of {type(self).__name__} returns {len(sums)} numbers, but its objective has "
+                f"{self.objective.size}. Return them, or change `losses` of the objective: docs/preference.md."
+            )
+        return sums
 
     def _scaled(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return the loss to minimize, of the terms at the beginning of `summed_loss`."""

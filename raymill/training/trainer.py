@@ -33,7 +33,7 @@ from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, Runtime
 from raymill.training.schedule import spread
 from raymill.training.storage import RunFolder
-from raymill.training.strategy import MakeStrategy
+from raymill.training.strategy import MakeStrategy, Strategy
 
 MAX_ROWS_LISTED = 8
 # Approximate maximum time between two progress lines. At each line, the trainer also checks for spot notices, which AWS
@@ -131,11 +131,15 @@ class Trainer:
         self.evaluation = None if stream else PackedRows(options.data, "eval")
         torch.manual_seed(options.seed)  # the same on all ranks, which must initialize adapters identically
         self.objective = make_strategy.make_objective(options)
+        if self.objective.has_token_losses and (options.lora_dropout or stream):
+            raise UserError("the objective needs packed rows and no dropout. Set stream = false and lora_dropout = 0.")
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
             model = model_io.load_model(options, self.objective.has_token_losses)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
-        self.notes = [note for note in (composite.note(model), optimizers.note(model, options.optimizer)) if note]
+        has_own = make_strategy.make_optimizer is not Strategy.make_optimizer
+        notes = (composite.note(model), "" if has_own else optimizers.note(model, options.optimizer))
+        self.notes = list(filter(None, notes))
         bounds_loss = make_strategy.bounds_loss and self.objective.bounds_loss
         self.meter = Meter(
             options,
@@ -172,8 +176,10 @@ class Trainer:
         self.meter.restart()
         first = self.done + 1
         for step in range(first, options.last_step + 1):
+            random_state = checkpoints.random_state(self.runtime.device)
             self.step(step)
             if step == first:
+                self._refuse_random_model(random_state)
                 optimizers.check_values(
                     self.strategy.optimizer, self.strategy.kept_values, type(self.strategy).__name__
                 )
@@ -188,6 +194,15 @@ class Trainer:
         if self.metric_logger and self.done < options.last_step:
             self.metric_logger.end(self.saved)
             self.folder.publish()
+
+    def _refuse_random_model(self, before: dict[str, torch.Tensor]) -> None:
+        """Raise UserError if a step drew random numbers, but its objective compares log-probabilities."""
+        after = checkpoints.random_state(self.runtime.device)
+        if self.objective.has_token_losses and any(not torch.equal(before[name], after[name]) for name in before):
+            raise UserError(
+                f"{self.options.model} has dropout or noise that could not be turned off, so its log-probabilities "
+                "cannot be compared. Set it to 0 in config.json of a copy, and pass that as --model."
+            )
 
     def _description(self) -> str:
         options, workers = self.options, self.runtime.world_size

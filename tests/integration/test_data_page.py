@@ -25,7 +25,7 @@ def row(question: str, answer: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Path:
     """Return the output folder of a run with filters, bad rows, and foreign text."""
     made = tmp_path_factory.mktemp("page")
     rows = [row(f"question {number}", GERMAN + f" {number}") for number in range(30)]

@@ -58,6 +58,22 @@ LATER = [user("Hi?"), answer("Yes", weight=0), user("Why?")]
             {"chosen": json.dumps([user("Hi?"), answer("Yes")]), "rejected": json.dumps([user("Hi?"), answer("No")])},
             ASKED,
         ),
+        (  # LLaMA-Factory's form
+            {
+                "conversations": [{"from": "human", "value": "Hi?"}],
+                "chosen": {"from": "gpt", "value": "Yes"},
+                "rejected": {"from": "gpt", "value": "No"},
+            },
+            ASKED,
+        ),
+        (
+            {"prompt": [user("Hi?")], "chosen": [user("Hi?"), answer("Yes")], "rejected": [user("Hi?"), answer("No")]},
+            ASKED,
+        ),
+        (
+            {"prompt": "As JSON:", "chosen": '[{"a": 1}]', "rejected": '[{"a": 2}]'},
+            (Completion("As JSON:", '[{"a": 1}]'), Completion("As JSON:", '[{"a": 2}]')),
+        ),
         (
             {
                 "chosen": [user("Hi?"), answer("Yes"), user("Why?"), answer("a")],
@@ -82,6 +98,14 @@ def test_published_pairs_are_read(row: dict[str, Any], expected: tuple[Any, Any]
         ({"question": "Why?", "chosen": "a", "rejected": "b"}, "pairs of texts with question"),
         ({"prompt": "Why?", "system": "Be kind.", "chosen": "a", "rejected": "b"}, "pairs of texts with system"),
         ({"prompt": "x", "chosen": " ", "rejected": "a"}, "the text is empty"),
+        ({"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": "\n\nHuman: a\n\nAssistant: b"}, "the text is empty"),
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+                "rejected": "\n\nHuman: a\n\nAssistant: e\n\nHuman: c\n\nAssistant: d",
+            },
+            "differ before their last answer",
+        ),
         ({"chosen": [user("a"), answer("b")], "rejected": [user("c"), answer("d")]}, "differ before an assistant turn"),
         ({"chosen": [user("a"), answer("b")], "rejected": [user("a")]}, "one of them ends before it"),
         ({"chosen": [answer("b")], "rejected": "a"}, "neither both texts nor both lists"),
@@ -140,6 +164,24 @@ def test_a_pair_whose_prompts_fill_the_row_is_a_bad_row(assets: Path, tmp_path: 
         assert isinstance(found, BadRow) == (prompt > 31)
 
 
+def test_rows_that_do_not_fit_the_task_are_bad_rows(assets: Path, tmp_path: Path) -> None:
+    """Formats and filters of the user may return anything. Packed in twos, unrelated rows would be compared."""
+    pair = Pair(Completion("a", " b"), Completion("a", " c"))
+    for task, good, bad in (("supervised", pair.chosen, pair), ("preference", pair, pair.chosen)):
+        tokenizer = DocumentTokenizer.from_options(preprocess_job.options(assets, tmp_path, input="", task=task))
+        assert tokenizer.documents({"row": to_json(good), "problem": None})
+        with pytest.raises(BadRow, match="preference"):
+            tokenizer.documents({"row": to_json(bad), "problem": None})
+
+
+def test_answers_that_the_cut_makes_equal_are_a_bad_row(assets: Path, tmp_path: Path) -> None:
+    tokenizer = DocumentTokenizer.from_options(preprocess_job.options(assets, tmp_path, input="", sequence_length=64))
+    same = [list(range(90)), [*range(80), *range(10)]]
+    found = tokenizer._cut_all([EncodedText(ids, [(10, 90)], False) for ids in same], True)
+    assert isinstance(found, BadRow)
+    assert str(found) == "chosen and rejected are equal within sequence_length"
+
+
 def test_pairs_are_packed_side_by_side() -> None:
     import pyarrow as pa
 
@@ -156,7 +198,7 @@ def test_pairs_are_packed_side_by_side() -> None:
     assert sorted(one for documents in found for one in documents if one >= 0) == list(range(8))
 
 
-def test_preprocess_packs_pairs(assets: Path, tmp_path: Path) -> None:
+def test_preprocess_packs_pairs(assets: Path, tmp_path: Path, ray_session: None) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": [user(f"Question {n}?")], "chosen": [answer(f"Good {n}")], "rejected": [answer("bad " * (n % 9))]}
         for n in range(60)

@@ -19,6 +19,7 @@ from preprocess_job import write_rows
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from jobs import preprocess
 from raymill import settings
@@ -53,10 +54,10 @@ EXACT = 2e-5
 
 
 @pytest.fixture(scope="module")
-def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> dict[str, Any]:
     """Return changes to the settings of the local profile, with packed pairs of answers of different lengths."""
     folder, model = tmp_path_factory.mktemp("pairs"), tmp_path_factory.mktemp("model")
-    packed_rows.write_model(model, assets, num_hidden_layers=2)
+    packed_rows.write_model(model, assets, num_hidden_layers=2, attention_dropout=0.3)  # which pairs turn off
     rows = [
         {
             "prompt": [{"role": "user", "content": f"What is number {n}?"}],
@@ -89,10 +90,10 @@ def options_of(changes: dict[str, Any], way: str = "ddp") -> TrainOptions:
     return kind.model_validate(loaded | own | changes)
 
 
-def alone(changes: dict[str, Any]) -> list[Row]:
+def alone(changes: dict[str, Any], strategy: type[DDP] = DDP) -> list[Row]:
     options = options_of(changes)
     folder = Path(options.output, options.name)
-    train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
+    train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), strategy)
     return logged(folder)
 
 
@@ -294,7 +295,44 @@ def test_evaluate_counts_pairs_whose_chosen_answer_is_likelier(changes: dict[str
     for values, metric in zip((logps, logps / tokens), metrics, strict=True):
         chosen, rejected = values.view(-1, 2).T
         assert found[scoring.name_of(metric)] == (int((chosen > rejected).sum()), len(chosen))
+    counts, _ = scoring.score(model, batch, metrics, "preference")
+    assert counts.loss == pytest.approx(-float(logps[::2].sum()), rel=1e-5), "the loss is that of chosen answers"
+    assert (counts.trained_tokens, counts.documents) == (int(tokens[::2].sum()), len(logps) // 2)
     assert found["chosen is likelier"] != found["chosen is likelier per token"], "the answers have different lengths"
+
+
+def test_noise_that_is_left_in_a_model_is_refused(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, functional.dropout(x, 0.1, self.training)))
+    with pytest.raises(UserError, match=r"has dropout or noise that could not be turned off"):
+        alone(changes | {"name": "noise"})
+
+
+class OwnDPO(DDP):
+    """An objective of a job's script, which `objective` in the options does not name."""
+
+    @staticmethod
+    def make_objective(options: TrainOptions) -> objectives.Objective:
+        return objectives.DPO(options)
+
+
+class ScalarLoss(DDP):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "own", "problem"),
+    [
+        (OwnDPO, {"objective": "supervised", "lora_rank": 4, "lora_dropout": 0.5}, "needs packed rows and no dropout"),
+        (ScalarLoss, {}, "loss of ScalarLoss returns 1 numbers, but its objective has 7"),
+    ],
+)
+def test_own_strategies_cannot_bypass_what_pairs_need(
+    strategy: type[DDP], own: dict[str, Any], problem: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        alone(changes | own | {"name": strategy.__name__}, strategy)
 
 
 def test_rows_for_another_task_are_refused(changes: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ class Log(TrainerCallback):
 
 
 @pytest.fixture(scope="module")
-def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> dict[str, Any]:
     """Return changes to the settings of the local profile, with packed pairs of texts, one in each row."""
     folder, model = tmp_path_factory.mktemp("pairs"), tmp_path_factory.mktemp("model")
     packed_rows.write_model(model, assets)

@@ -107,7 +107,10 @@ def test_earlier_results_count_in_a_later_start(changes: dict[str, Any], tmp_pat
     earlier = Trial("trial-01", {"learning_rate": 1e-3}, "all steps")
     file = Path(options.folder, earlier.name, "metrics.jsonl")
     file.parent.mkdir(parents=True)
-    file.write_text("".join(json.dumps({"step": step, "eval_loss": 2.0}) + "\n" for step in (4, 8, 12)))
+    # step 0 is the base model, which is no result of a trial
+    lines = [{"step": step, "eval_loss": 2.0 if step else 0.1} for step in (0, 4, 8, 12)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert search.trial_store.curve(options.folder, earlier.name) == lines[1:]
     for loss, decision in ((2.1, TrialScheduler.STOP), (1.9, TrialScheduler.CONTINUE)):
         asha = search.scheduler(options, [earlier])
         new = SimpleNamespace(trial_id="new")
