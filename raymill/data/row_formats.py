@@ -236,31 +236,38 @@ def _read_pair(row: Mapping[str, Any]) -> Pair:
     """Read two answers, with a prompt of its own or with the prompt that both begin with."""
     chosen, rejected = (_text_or_messages(row[name]) for name in ("chosen", "rejected"))
     prompt = _text_or_messages(row.get("prompt") or row.get("conversations"))
-    if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
-        chosen, rejected = [_assistant(chosen)], [_assistant(rejected)]
     if isinstance(chosen, str) and isinstance(rejected, str):
-        if lost := [name for name in (*QUESTIONS[:-1], *CONTEXTS, "history", *SIDE_COLUMNS) if row.get(name)]:
-            raise BadRow(f"pairs of texts with {lost[0]}, which only pairs of messages can have; put it into `prompt`")
-        prompt = require_text(prompt) if prompt else _common_text(chosen, rejected)
-        has_prompt = chosen.startswith(prompt) and rejected.startswith(prompt)
-        return Pair(*(Completion(prompt, answer[len(prompt) if has_prompt else 0 :]) for answer in (chosen, rejected)))
+        if not isinstance(prompt, list):
+            return _read_texts(row, chosen, rejected, prompt)
+        chosen, rejected = [_assistant(chosen)], [_assistant(rejected)]
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise BadRow("chosen and rejected are neither both texts nor both lists of messages")
-    answers = [normalize_messages(answer) for answer in (chosen, rejected)]
-    before: list[Message] = []
-    if isinstance(prompt, list) and prompt:
-        before = normalize_messages(prompt)
-        if all(answer[: len(before)] == before for answer in answers):  # whole conversations
-            answers = [answer[len(before) :] for answer in answers]
-    elif prompt and all(answer[0]["role"] == "assistant" for answer in answers):
-        before = [_user(require_text(prompt))]
-    if not before:
-        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False)))
-        before, answers = answers[0][:common], [answer[common:] for answer in answers]
+    before, answers = _split_prompt(prompt, [normalize_messages(answer) for answer in (chosen, rejected)])
     if not all(answer and answer[0]["role"] == "assistant" for answer in answers):
         raise BadRow("chosen and rejected differ before an assistant turn, or one of them ends before it")
     untrained = [message | {"weight": 0} if message["role"] == "assistant" else message for message in before]
     return Pair(*(_with_side_columns(row, [*untrained, *answer]) for answer in answers))
+
+
+def _read_texts(row: Mapping[str, Any], chosen: str, rejected: str, prompt: object) -> Pair:
+    """Read two answers that are texts, perhaps with the prompt before both."""
+    if lost := [name for name in (*QUESTIONS[:-1], *CONTEXTS, "history", *SIDE_COLUMNS) if row.get(name)]:
+        raise BadRow(f"pairs of texts with {lost[0]}, which only pairs of messages can have; put it into `prompt`")
+    start = require_text(prompt) if prompt else _common_text(chosen, rejected)
+    has_prompt = chosen.startswith(start) and rejected.startswith(start)
+    return Pair(*(Completion(start, answer[len(start) if has_prompt else 0 :]) for answer in (chosen, rejected)))
+
+
+def _split_prompt(prompt: object, answers: list[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
+    """Return the messages before two answers, and the answers, which may be whole conversations."""
+    if isinstance(prompt, list) and prompt:
+        before = normalize_messages(prompt)
+        is_whole = all(answer[: len(before)] == before for answer in answers)
+        return before, [answer[len(before) if is_whole else 0 :] for answer in answers]
+    if prompt and all(message["role"] == "assistant" for answer in answers for message in answer[:1]):
+        return [_user(require_text(prompt))], answers
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False)))
+    return answers[0][:common], [answer[common:] for answer in answers]
 
 
 def _text_or_messages(value: Any) -> Any:

@@ -131,7 +131,7 @@ class Trainer:
         self.evaluation = None if stream else PackedRows(options.data, "eval")
         torch.manual_seed(options.seed)  # the same on all ranks, which must initialize adapters identically
         self.objective = make_strategy.make_objective(options)
-        if self.objective.has_token_losses and (options.lora_dropout or stream):
+        if self.objective.has_token_losses and (options.lora_dropout or options.stream):
             raise UserError("the objective needs packed rows and no dropout. Set stream = false and lora_dropout = 0.")
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
@@ -151,15 +151,20 @@ class Trainer:
         )
         self.strategy = make_strategy(model, options, runtime, self.plan)
         self.strategy.objective = self.objective
-        if self.objective.has_reference and isinstance(self.source, PackedSource):
-            self.source.add_reference(reference.log_probabilities(self.strategy, options, runtime, "train"))
-            if self.evaluation:
-                self.evaluation.reference = reference.log_probabilities(self.strategy, options, runtime, "eval")
+        if self.objective.has_reference:
+            self._add_reference()  # while the strategy still holds the base model
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
         checkpoints.refuse_full_disk(self.strategy, runtime, options.output)
         self.done = self.saved = checkpoints.restore(self.strategy, runtime)
         self.log_interval = 1  # in steps; adjusted once the duration of a step is known
         self.metric_logger = MetricLogger(self.folder, options, runtime, self.done) if runtime.rank == 0 else None
+
+    def _add_reference(self) -> None:
+        """Add the log-probabilities of the base model to the rows."""
+        if isinstance(self.source, PackedSource):  # rows of `inv fit` have some
+            self.source.add_reference(reference.log_probabilities(self.strategy, self.options, self.runtime, "train"))
+        if self.evaluation:
+            self.evaluation.reference = reference.log_probabilities(self.strategy, self.options, self.runtime, "eval")
 
     def fit(self) -> None:
         """Run the remaining steps and export the model. If the run is asked to stop, nothing is exported."""

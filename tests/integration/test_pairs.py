@@ -110,6 +110,8 @@ def test_published_pairs_are_read(row: dict[str, Any], expected: tuple[Any, Any]
         ({"chosen": [user("a"), answer("b")], "rejected": [user("a")]}, "one of them ends before it"),
         ({"chosen": [answer("b")], "rejected": "a"}, "neither both texts nor both lists"),
         ({"prompt": [user("x")], "chosen": [], "rejected": [answer("a")]}, "one of them ends before it"),
+        ({"prompt": "x", "chosen": [], "rejected": [answer("a")]}, "one of them ends before it"),
+        ({"chosen": [], "rejected": []}, "chosen and rejected|no messages|ends before"),
         ({"prompt": "x", "completion": "a"}, "no known columns"),
     ],
 )
