@@ -179,9 +179,8 @@ class Trainer:
         if self.evaluation and not self.done:
             self._evaluate_at_start(self.evaluation)
         self.meter.restart()
-        first = self.done + 1
+        first, random_state = self.done + 1, checkpoints.random_state(self.runtime.device)
         for step in range(first, options.last_step + 1):
-            random_state = checkpoints.random_state(self.runtime.device)
             self.step(step)
             if step == first:
                 self._refuse_random_model(random_state)
