@@ -36,7 +36,14 @@ class Pair(NamedTuple):
     rejected: Conversation | Completion
 
 
-Example = Conversation | Completion | Pair
+class Rated(NamedTuple):
+    """An answer that somebody found good or bad. Only the answer is trained."""
+
+    answer: Conversation | Completion
+    is_good: bool
+
+
+Example = Conversation | Completion | Pair | Rated
 
 
 def decode(text: bytes) -> Any:
@@ -74,6 +81,8 @@ def to_json(example: Example) -> bytes:
 def _fields(example: Example) -> dict[str, Any]:
     if isinstance(example, Pair):
         return {"chosen": _fields(example.chosen), "rejected": _fields(example.rejected)}
+    if isinstance(example, Rated):
+        return {**_fields(example.answer), "label": example.is_good}
     return {name: value for name, value in example._asdict().items() if value}
 
 
@@ -82,6 +91,8 @@ def from_json(row: bytes) -> Example:
     fields = decode(row)
     if "chosen" in fields:
         return Pair(_from_fields(fields["chosen"]), _from_fields(fields["rejected"]))
+    if "label" in fields:
+        return Rated(_from_fields(fields), fields["label"])
     return _from_fields(fields)
 
 

@@ -119,6 +119,8 @@ def print_summary(manifest: dict[str, Any], plan: ShardPlan) -> None:
             f"rows of {plan.sequence_length} tokens: {filled:.1%} filled, {counts['trained_tokens']:,} tokens "
             f"({trained:.0%}) trained"
         )
+        if (good := counts.get("good_documents")) is not None:
+            print(f"  {good:,} good and {counts['documents'] - good:,} bad answers")
         if counts["lengths"]:
             lengths = ", ".join(f"{count:,} up to {bound}" for bound, count in counts["lengths"].items())
             print(f"  tokens per document: {lengths}")
@@ -151,7 +153,9 @@ def _source_counts(partitions: list[PartitionSummary], number: int) -> dict[str,
 
 
 def _part_counts(shards: list[ShardSummary]) -> dict[str, Any]:
-    names = ("rows", "documents", "cut_documents", "tokens", "trained_tokens")
+    names = ["rows", "documents", "cut_documents", "tokens", "trained_tokens"]
+    if any(shard.good_documents is not None for shard in shards):
+        names.append("good_documents")
     files = [{"name": shard.name, "rows": shard.rows} for shard in shards]
     lengths = sum((Counter(shard.lengths) for shard in shards), Counter())
     counts = {name: sum(getattr(shard, name) for shard in shards) for name in names}

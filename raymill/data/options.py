@@ -10,7 +10,7 @@ from raymill.data.filters.options import FilterOptions
 Turns = Literal["all", "last"]
 PastReasoning = Literal["served", "keep"]
 TokenizerEngine = Literal["auto", "transformers"]
-Task = Literal["supervised", "preference"]
+Task = Literal["supervised", "preference", "unpaired_preference"]
 Overlong = Literal["truncate", "drop", "error"]
 
 
@@ -22,7 +22,8 @@ class PreprocessOptions(settings.Section):
     with completions, or text: a file, folder, glob, s3:// URI, or hf://datasets/OWNER/NAME; or a Delta, Iceberg or
     Lance table, with @version=N after its path for an older version."""
     task: Task = "supervised"
-    """What the rows are for. supervised: answers to learn; preference: pairs of a chosen and a rejected answer."""
+    """What the rows are for. supervised: answers to learn; preference: pairs of a chosen and a rejected answer;
+    unpaired_preference: answers with a label that says whether they are good."""
     mix: tuple[str, ...] = ()
     """More inputs, each written as INPUT=WEIGHT. Each row of INPUT is used WEIGHT times on average."""
     output: str

@@ -5,23 +5,27 @@ from bisect import bisect_left, insort
 import numpy as np
 import pyarrow as pa
 
+from raymill.data.options import Task
 from raymill.data.tokenization import NOT_TRAINED
 
 
-def pack(table: pa.Table, sequence_length: int, pad_id: int, together: int = 1) -> pa.Table:
+def pack(table: pa.Table, sequence_length: int, pad_id: int, task: Task = "supervised") -> pa.Table:
     """Return the documents in `table`, packed into rows.
 
     Args:
-        table: Columns `input_ids` and `labels`, which are lists of at most `sequence_length` tokens.
+        table: Columns `input_ids` and `labels`, which are lists of at most `sequence_length` tokens, and `is_good` for
+            the task unpaired_preference.
         sequence_length: Tokens in each row.
         pad_id: The token that fills the rest of a row.
-        together: Number of successive documents that stay in one row, side by side, such as 2 for pairs.
+        task: For preference, successive documents are pairs, which stay in one row, side by side.
 
     Returns:
         `input_ids`, `labels` and `position_ids`, each int32 (rows, sequence_length). `position_ids` restart at 0 for
         each document and for the padding, so that attention does not cross document boundaries. No document is
-        split, and documents keep their order within a row. Empty documents are left out.
+        split, and documents keep their order within a row. Empty documents are left out. Tokens of good answers have
+        1 in `is_good`, and others 0.
     """
+    together = 2 if task == "preference" else 1
     lengths = _values(table["input_ids"].combine_chunks().value_lengths())
     grouped = lengths.reshape(-1, together)
     rows, offsets, used = _best_fit(grouped.sum(1), sequence_length)
@@ -40,6 +44,9 @@ def pack(table: pa.Table, sequence_length: int, pad_id: int, together: int = 1) 
     packed["input_ids"].reshape(-1)[target] = _flatten(table["input_ids"])
     packed["labels"].reshape(-1)[target] = _flatten(table["labels"])
     packed["position_ids"].reshape(-1)[target] = within
+    if task == "unpaired_preference":
+        packed["is_good"] = np.zeros(shape, dtype=np.int32)
+        packed["is_good"].reshape(-1)[target] = np.repeat(_values(table["is_good"].combine_chunks()), lengths)
     return pa.table(
         {
             name: pa.FixedSizeListArray.from_arrays(column.reshape(-1), sequence_length)

@@ -47,9 +47,14 @@ def _show_documents(rows: list[dict[str, Any]], count: int, tokenizer: DocumentT
     # a submitted job's log is not a terminal, but users read the log in a terminal
     console = Console(force_terminal=True, soft_wrap=True)
     for number, document in enumerate(islice(_documents(rows, tokenizer), count), 1):
-        which = ("chosen", "rejected")[(number - 1) % 2] + ", " if tokenizer.task == "preference" else ""
-        console.print(Text(f"example {number} ({which}green: trained)", style="bold"))
+        console.print(Text(f"example {number} ({_which(number, document, tokenizer)}green: trained)", style="bold"))
         console.print(_colored(document, tokenizer))
+
+
+def _which(number: int, document: TokenizedDocument, tokenizer: DocumentTokenizer) -> str:
+    if tokenizer.task == "preference":
+        return ("chosen, ", "rejected, ")[(number - 1) % 2]
+    return "" if document.is_good is None else ("bad, ", "good, ")[document.is_good]
 
 
 def _documents(rows: list[dict[str, Any]], tokenizer: DocumentTokenizer) -> Iterator[TokenizedDocument]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raymill import code_identity
-from raymill.data.examples import BadRow, Completion, Conversation, Example, Message, Pair
+from raymill.data.examples import BadRow, Completion, Conversation, Example, Message, Pair, Rated
 from raymill.data.messages import (
     REASONING_KEYS,
     decode_json,
@@ -45,6 +45,9 @@ CONTEXTS = ("input", "context")
 QUESTION_MARK, ANSWER_MARK = "\n\nHuman:", "\n\nAssistant:"
 """In texts with several turns, as in hh-rlhf."""
 ANSWERS = ("response", "output", "answer", "completion", "target")
+LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is good."""
+TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Format(NamedTuple):
@@ -82,6 +85,8 @@ def read_example(row: Mapping[str, Any], formats: Iterable[Format] = ()) -> Exam
         if example.chosen == example.rejected:
             raise BadRow("chosen and rejected are equal")
         return Pair(*map(_checked, example))
+    if isinstance(example, Rated):
+        return example._replace(answer=_checked(example.answer))
     return _checked(example)
 
 
@@ -118,10 +123,11 @@ def format_of(row: Mapping[str, Any], formats: Iterable[Format] = ()) -> Format:
 
 
 def for_task(task: Task, formats: Iterable[Format]) -> tuple[Format, ...]:
-    """Return the formats for a task: `formats`, or those of them that are the user's own, and those of pairs."""
+    """Return the formats for a task: `formats`, or those of them that are the user's own, and those of the task."""
     if task == "supervised":
         return tuple(formats)
-    return (*(row_format for row_format in formats if row_format not in FORMATS), *PAIR_FORMATS)
+    published = PAIR_FORMATS if task == "preference" else RATED_FORMATS
+    return (*(row_format for row_format in formats if row_format not in FORMATS), *published)
 
 
 def columns_of(formats: Iterable[Format]) -> tuple[str, ...]:
@@ -165,6 +171,8 @@ def _read_own(row_format: Format, row: Mapping[str, Any]) -> Example:
         raise BadRow(f"the reader of the format {row_format.name} raises {type(error).__name__}: {error}") from error
     if isinstance(example, Pair):
         return Pair(*(_normalized(answer, row_format) for answer in example))
+    if isinstance(example, Rated):
+        return Rated(_normalized(example.answer, row_format), _truth(example.is_good))
     return _normalized(example, row_format)
 
 
@@ -175,7 +183,7 @@ def _normalized(example: Any, row_format: Format) -> Conversation | Completion:
         return Completion(require_text(example.prompt), require_text(example.completion))
     raise UserError(
         f"the reader of the format {row_format.name} returns {type(example).__name__}; return a Conversation, a "
-        "Completion or a Pair of them from raymill.data.examples."
+        "Completion, or a Pair or Rated of them from raymill.data.examples."
     )
 
 
@@ -297,6 +305,35 @@ def _common_text(first: str, second: str) -> str:
     return prompt
 
 
+def _rated(read: Callable[[Mapping[str, Any]], Example]) -> Callable[[Mapping[str, Any]], Rated]:
+    """Return a reader of rows that have a label, too. In conversations, the label is about the end."""
+
+    def read_rated(row: Mapping[str, Any]) -> Rated:
+        answer = read(row)
+        if isinstance(answer, Conversation):
+            answer = answer._replace(messages=_only_end(answer.messages))
+        return Rated(answer, _truth(row[next(name for name in LABELS if row.get(name) is not None)]))  # type: ignore[arg-type]
+
+    return read_rated
+
+
+def _only_end(messages: list[Message]) -> list[Message]:
+    """Return messages of which only the assistant turns after the last user message are trained."""
+    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [
+        message | {"weight": 0} if message["role"] == "assistant" and number < last else message
+        for number, message in enumerate(messages)
+    ]
+
+
+def _truth(label: object) -> bool:
+    """Return a label as a truth value. Raises `BadRow` if it is none, such as a score or a rating from 1 to 5."""
+    found = TRUTHS.get(str(int(label)) if isinstance(label, float) and label.is_integer() else str(label).lower())
+    if found is None:
+        raise BadRow("a label that is neither true nor false")
+    return found
+
+
 def _read_text(row: Mapping[str, Any]) -> Completion:
     return Completion("", require_text(row["text"]))
 
@@ -340,10 +377,14 @@ FORMATS = (
 PAIR_FORMATS = (
     Format("preference pairs", (("chosen",), ("rejected",)), ("prompt", "conversations", *SIDE_COLUMNS), _read_pair),
 )
-ALL_FORMATS = (*FORMATS, *PAIR_FORMATS)
+RATED_FORMATS = tuple(
+    Format(f"rated {row_format.name}", (*row_format.required, LABELS), row_format.optional, _rated(row_format.read))
+    for row_format in FORMATS[:-1]
+)
+ALL_FORMATS = (*FORMATS, *PAIR_FORMATS, *RATED_FORMATS)
 UNSUPPORTED = {
     ("chosen", "rejected"): "a preference pair (chosen, rejected), which needs --task preference",
-    ("prompt", "completion", "label"): "a rated completion (label): this project does not support KTO",
+    ("prompt", "completion", "label"): "a rated answer (label), which needs --task unpaired_preference",
 }
 """Columns that identify unsupported formats, and why their rows are rejected."""
 PUBLISHED = "published formats"

@@ -58,6 +58,8 @@ class ShardSummary(BaseModel):
     cut_documents: int
     tokens: int
     trained_tokens: int
+    good_documents: int | None
+    """Good ones of rated answers. None: the answers are not rated."""
     lengths: dict[int, int]
     """Histogram of tokens per document: maps upper bounds, which are powers of two, to counts."""
     largest_id: int
@@ -240,7 +242,7 @@ def _save_dropped(rows: pa.Table, plan: ShardPlan, number: int) -> tuple[pa.Tabl
 def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -> ShardSummary | None:
     if not len(documents):
         return None
-    packed = pack(documents, plan.sequence_length, pad_id, together=2 if plan.task == "preference" else 1)
+    packed = pack(documents, plan.sequence_length, pad_id, plan.task)
     columns = [column.combine_chunks().flatten().to_numpy() for column in packed.columns]
     buffer = pa.BufferOutputStream()
     group_rows = max(1, ROW_GROUP_TOKENS // plan.sequence_length)
@@ -261,6 +263,7 @@ def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -
         cut_documents=pc.sum(documents["cut"]).as_py(),
         tokens=pc.sum(pc.list_value_length(documents["input_ids"])).as_py(),
         trained_tokens=int(np.count_nonzero(columns[1] != NOT_TRAINED)),
+        good_documents=pc.sum(documents["is_good"]).as_py(),
         lengths=_length_histogram(documents),
         largest_id=int(columns[0].max()),
         sha256=_hash(columns),

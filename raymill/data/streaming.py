@@ -53,7 +53,9 @@ def find_input(model: str) -> StreamInput:
             "[preprocess.filters] and FILTERS in jobs/preprocess.py."
         )
     if options.task != "supervised":
-        raise UserError(f"--stream packs no pairs, but task is {options.task} in [preprocess]; run preprocess instead.")
+        raise UserError(
+            f"--stream packs answers to learn, but task is {options.task} in [preprocess]; run preprocess instead."
+        )
     sources = row_sources.find_all(options.input, options.mix, formats)
     return StreamInput(sources, DocumentTokenizer.from_options(options, model), embeddings)
 

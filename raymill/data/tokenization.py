@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from raymill.data.chat_template import ChatTemplate, TemplateRejection, suggestion
 from raymill.data.document_encoder import DocumentEncoder, EncodedText
-from raymill.data.examples import BadRow, Completion, Conversation, Example, Pair, from_json
+from raymill.data.examples import BadRow, Completion, Conversation, Example, Pair, Rated, from_json
 from raymill.data.options import Overlong, PastReasoning, PreprocessOptions, Task, TokenizerEngine, Turns
 from raymill.data.row_formats import read_example
 from raymill.data.template_renderer import RenderedText
@@ -25,10 +25,15 @@ DOCUMENTS = pa.schema(
         ("cut", pa.bool_()),
         ("problem", pa.string()),
         ("is_fast", pa.bool_()),
+        ("is_good", pa.bool_()),
     ]
 )
-
-PAIR = "a preference pair, which needs --task preference"
+KINDS: dict[Task, str] = {
+    "supervised": "an answer to learn",
+    "preference": "a preference pair",
+    "unpaired_preference": "a rated answer",
+}
+"""What the example of each task is."""
 
 T = TypeVar("T")
 
@@ -42,6 +47,8 @@ class TokenizedDocument(NamedTuple):
     """Whether tokens were cut off."""
     is_fast: bool = False
     """Whether the tokens are those of fastokens."""
+    is_good: bool | None = None
+    """Whether a rated answer is good. None: it is not rated."""
 
 
 class DocumentTokenizer:
@@ -117,7 +124,7 @@ class DocumentTokenizer:
         examples = [_or_bad_row(self._read, row) for row in table.to_pylist()]
         found: list[tuple[int, TokenizedDocument | BadRow]] = []
         for number, (example, encoded) in enumerate(zip(examples, self._encode(examples), strict=True)):
-            documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded, isinstance(example, Pair))
+            documents = self._of_example(example, encoded)
             found += [(number, one) for one in ([documents] if isinstance(documents, BadRow) else documents)]
         return _as_table(found)
 
@@ -129,19 +136,26 @@ class DocumentTokenizer:
         """
         example = self._read(row)
         [encoded] = self._encode([example])
-        documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded, isinstance(example, Pair))
+        documents = self._of_example(example, encoded)
         if isinstance(documents, BadRow):
             raise documents
+        return documents
+
+    def _of_example(
+        self, example: Example | BadRow, encoded: list[EncodedText] | BadRow
+    ) -> list[TokenizedDocument] | BadRow:
+        documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded, isinstance(example, Pair))
+        if isinstance(example, Rated) and not isinstance(documents, BadRow):
+            return [document._replace(is_good=example.is_good) for document in documents]
         return documents
 
     def _read(self, row: Mapping[str, Any]) -> Example:
         if row.get("problem"):
             raise BadRow(row["problem"])
         example = from_json(row["row"]) if isinstance(row.get("row"), bytes) else read_example(row)
-        if isinstance(example, Pair) != (self.task == "preference"):  # as own formats and filters may return
-            raise BadRow("no pair, but the task is preference" if self.task == "preference" else PAIR)
-        first = example.chosen if isinstance(example, Pair) else example
-        if isinstance(first, Conversation) and not self.template:
+        if (task := _task(example)) != self.task:  # as own formats and filters may return
+            raise BadRow(f"{KINDS[task]}, which needs --task {task}")
+        if isinstance(_answers(example)[0], Conversation) and not self.template:
             raise UserError(
                 f"{self._model} has no chat template; set chat_template in [preprocess] to "
                 f"{suggestion(self.tokenizer)}."
@@ -150,9 +164,13 @@ class DocumentTokenizer:
 
     def _encode(self, examples: list[Example | BadRow]) -> list[list[EncodedText] | BadRow]:
         """Return the texts of each example. Those of a pair are the chosen and the rejected one."""
-        parts = [list(example) if isinstance(example, Pair) else [example] for example in examples]
+        parts = [[example] if isinstance(example, BadRow) else _answers(example) for example in examples]
         encoded = iter(self._encode_each([part for some in parts for part in some]))
-        return [_pair(*islice(encoded, 2)) if len(some) == 2 else next(encoded) for some in parts]
+        found = [list(islice(encoded, len(some))) for some in parts]
+        return [
+            _one_text_each(texts) if isinstance(example, Pair | Rated) else texts[0]
+            for example, texts in zip(examples, found, strict=True)
+        ]
 
     def _encode_each(self, examples: list[Conversation | Completion | BadRow]) -> list[list[EncodedText] | BadRow]:
         conversations = [example for example in examples if isinstance(example, Conversation)]
@@ -229,14 +247,28 @@ class DocumentTokenizer:
         return TokenizedDocument(tokens, labels, len(text.ids) > len(tokens), text.is_fast) if spans else None
 
 
-def _pair(chosen: list[EncodedText] | BadRow, rejected: list[EncodedText] | BadRow) -> list[EncodedText] | BadRow:
-    if isinstance(chosen, BadRow):
-        return chosen
-    if isinstance(rejected, BadRow):
-        return rejected
-    if len(chosen) + len(rejected) != 2:
-        return BadRow("an answer whose turns the chat template renders as several documents")
-    return [*chosen, *rejected]
+def _task(example: Example) -> Task:
+    if isinstance(example, Pair):
+        return "preference"
+    return "unpaired_preference" if isinstance(example, Rated) else "supervised"
+
+
+def _answers(example: Example) -> list[Conversation | Completion]:
+    if isinstance(example, Pair):
+        return list(example)
+    return [example.answer if isinstance(example, Rated) else example]
+
+
+def _one_text_each(answers: list[list[EncodedText] | BadRow]) -> list[EncodedText] | BadRow:
+    """Return the text of each answer that somebody judged, or the reason why one is bad."""
+    found: list[EncodedText] = []
+    for texts in answers:
+        if isinstance(texts, BadRow):
+            return texts
+        if len(texts) != 1:
+            return BadRow("an answer whose turns the chat template renders as several documents")
+        found += texts
+    return found
 
 
 def _or_bad_row(function: Callable[..., T], *arguments: Any) -> T | BadRow:
@@ -257,6 +289,7 @@ def _as_table(found: list[tuple[int, TokenizedDocument | BadRow]]) -> pa.Table:
         "cut": [document.cut for document in documents],
         "problem": [str(one) if isinstance(one, BadRow) else None for _, one in found],
         "is_fast": [document.is_fast for document in documents],
+        "is_good": [document.is_good for document in documents],
     }
     return pa.table(columns, DOCUMENTS)
 

@@ -72,11 +72,11 @@ def score(
 
 
 def only_good(batch: Batch, task: Task) -> Batch:
-    """Return a batch in which no rejected answer of a pair is trained."""
+    """Return a batch in which no rejected answer of a pair, and no bad answer, is trained."""
     if task == "supervised":
         return batch
-    is_rejected = objectives.document_numbers(batch) % 2 == 1
-    return batch | {"labels": batch["labels"].masked_fill(is_rejected, NOT_TRAINED)}
+    is_bad = objectives.document_numbers(batch) % 2 == 1 if task == "preference" else batch["is_good"] == 0
+    return batch | {"labels": batch["labels"].masked_fill(is_bad, NOT_TRAINED)}
 
 
 def chosen_is_likelier(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
@@ -89,17 +89,37 @@ def chosen_is_likelier_per_token(model: PreTrainedModel, batch: Batch, logits: t
     return _compare(batch, logits, per_token=True)
 
 
+def good_logp(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
+    """Return the log-probability of good answers, and the number of their tokens."""
+    return _logp(batch, logits, good=True)
+
+
+def bad_logp(model: PreTrainedModel, batch: Batch, logits: torch.Tensor) -> tuple[float, float]:
+    """Return the same for bad answers."""
+    return _logp(batch, logits, good=False)
+
+
 METRICS_OF_TASK: dict[Task, tuple[Metric, ...]] = {
     "supervised": (),
     "preference": (chosen_is_likelier, chosen_is_likelier_per_token),
+    "unpaired_preference": (good_logp, bad_logp),
 }
 
 
-def _compare(batch: Batch, logits: torch.Tensor, *, per_token: bool) -> tuple[float, float]:
+def _logps(batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each trained token, of shape (rows, length), and 0 at other tokens."""
     losses = functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), batch["labels"][:, 1:], reduction="none")
-    trained = objectives.is_trained(batch)
-    logps = objectives.document_sums(torch.where(trained, -functional.pad(losses, (1, 0)), 0.0), batch)
-    tokens = objectives.document_sums(trained.float(), batch)
+    return torch.where(objectives.is_trained(batch), -functional.pad(losses, (1, 0)), 0.0)
+
+
+def _logp(batch: Batch, logits: torch.Tensor, *, good: bool) -> tuple[float, float]:
+    these = objectives.is_trained(batch) & ((batch["is_good"] > 0) == good)
+    return float(_logps(batch, logits)[these].sum()), float(these.sum())
+
+
+def _compare(batch: Batch, logits: torch.Tensor, *, per_token: bool) -> tuple[float, float]:
+    logps = objectives.document_sums(_logps(batch, logits), batch)
+    tokens = objectives.document_tokens(batch)
     pairs = objectives.pair_up(logps / tokens.clamp(min=1) if per_token else logps)
     exist = objectives.pair_up(tokens).amin(-1) > 0
     return float(((pairs[..., 0] > pairs[..., 1]) & exist).sum()), float(exist.sum())

@@ -20,14 +20,19 @@ from raymill.training import storage
 
 AGAIN = f"Run: {inv('submit preprocess -- --overwrite')}"
 COLUMNS = ("input_ids", "labels", "position_ids")
+COLUMNS_OF_TASK: dict[Task, tuple[str, ...]] = {
+    "supervised": COLUMNS,
+    "preference": COLUMNS,
+    "unpaired_preference": (*COLUMNS, "is_good"),
+}
 
 Arrays = dict[str, np.ndarray]
-"""Each of COLUMNS as an int32 array of shape (rows, sequence_length)."""
+"""Each column of packed rows as an int32 array of shape (rows, sequence_length)."""
 
 Batch = dict[str, torch.Tensor]
-"""Each of COLUMNS as an int64 tensor of shape (rows, sequence_length), and `document_starts`, an int32 tensor of shape
-(rows, documents): where each document starts in its row, and sequence_length where a row has fewer documents. With a
-reference model, also `reference`: a float32 tensor of shape (rows, documents)."""
+"""Columns of packed rows as int64 tensors of shape (rows, sequence_length), and `document_starts`, an int32 tensor of
+shape (rows, documents): where each document starts in its row, and sequence_length where a row has fewer documents.
+With a reference model, also `reference`: a float32 tensor of shape (rows, views, documents), see `Objective.views`."""
 
 
 class ShardFile(BaseModel):
@@ -42,6 +47,9 @@ class Split(BaseModel):
 
     files: list[ShardFile]
     rows: int
+    documents: int = 0
+    good_documents: int | None = None
+    """None: the answers are not rated."""
 
 
 class TokenizerRecord(BaseModel):
@@ -87,7 +95,8 @@ class PackedRows:
     """
 
     def __init__(self, folder: str, split: Literal["train", "eval"], seed: int | None = None) -> None:
-        shards = getattr(read_manifest(folder), split).files
+        manifest = read_manifest(folder)
+        shards, self._columns = getattr(manifest, split).files, COLUMNS_OF_TASK[manifest.task]
         filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
         files = [f"{path}/{split}/{shard.name}" for shard in shards]
         self._groups = [group for file in files for group in _row_groups(file, filesystem)]
@@ -98,7 +107,7 @@ class PackedRows:
         self._starts = [start - first.setdefault(file, start) for file, start in zip(self._files, before, strict=True)]
         self._before = before
         self.reference: np.ndarray | None = None
-        """A value for each document, of shape (rows, documents), with rows in the order of the files."""
+        """Log-probabilities of shape (rows, views, documents), with rows in the order of the files."""
         self._seed = seed
         self._read_group = lru_cache(maxsize=2)(self._read_group)  # two, because a batch may span two groups
         if len(self) != sum(shard.rows for shard in shards):
@@ -115,7 +124,7 @@ class PackedRows:
             {name: array[rows] for name, array in self._read_group(group).items()}
             for group, rows in self._locate(first, count)
         ]
-        batch = as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
+        batch = as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in self._columns})
         if self.reference is not None:
             located = [self._before[group] + rows for group, rows in self._locate(first, count)]
             batch["reference"] = _of_documents(self.reference[np.concatenate(located)], batch["document_starts"])
@@ -146,7 +155,7 @@ class PackedRows:
 
     def _read_group(self, group: int) -> Arrays:
         with state_files.reading_parquet(self._groups[group].path, AGAIN):
-            return as_arrays(self._groups[group].to_table(columns=list(COLUMNS)))
+            return as_arrays(self._groups[group].to_table(columns=list(self._columns)))
 
 
 def _row_groups(file: str, filesystem: pyarrow.fs.FileSystem) -> list[pa.dataset.ParquetFileFragment]:
@@ -163,7 +172,9 @@ def _row_groups(file: str, filesystem: pyarrow.fs.FileSystem) -> list[pa.dataset
 
 def as_arrays(table: pa.Table) -> Arrays:
     """Return the columns of packed rows, which are fixed-size lists, as arrays."""
-    return {name: table[name].combine_chunks().flatten().to_numpy().reshape(len(table), -1) for name in COLUMNS}
+    return {
+        name: table[name].combine_chunks().flatten().to_numpy().reshape(len(table), -1) for name in table.column_names
+    }
 
 
 def as_batch(arrays: Arrays) -> Batch:
@@ -181,10 +192,10 @@ def _document_starts(positions: np.ndarray) -> np.ndarray:
 
 
 def _of_documents(values: np.ndarray, starts: torch.Tensor) -> torch.Tensor:
-    """Return values of documents, with as many columns as the batch has."""
+    """Return values of shape (rows, views, documents), with as many documents as the batch has."""
     columns = starts.shape[1]
-    wide = np.pad(values, ((0, 0), (0, max(0, columns - values.shape[1]))))
-    return torch.from_numpy(np.ascontiguousarray(wide[:, :columns]))
+    wide = np.pad(values, ((0, 0), (0, 0), (0, max(0, columns - values.shape[2]))))
+    return torch.from_numpy(np.ascontiguousarray(wide[:, :, :columns]))
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:

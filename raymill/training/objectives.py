@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -30,7 +31,10 @@ class Objective(ABC):
     has_token_losses = False
     """Whether the model returns the loss of each token, and has no dropout."""
     has_reference = False
-    """Whether batches have `reference`: the log-probability of each document under the base model."""
+    """Whether batches have `reference`: the log-probability of each document of `views` under the base model."""
+    has_baseline = False
+    """Whether `sums` needs a mean of `baseline_sums` over the global batch."""
+    baseline: torch.Tensor
     has_perplexity = False
     """Whether exp(loss) is a perplexity."""
     bounds_loss = False
@@ -41,6 +45,18 @@ class Objective(ABC):
         """Number of sums."""
         return len(self.terms) + len(self.metrics)
 
+    def views(self, batch: Batch) -> list[Batch]:
+        """Return the batches whose documents need a reference, such as the batch itself."""
+        return [batch]
+
+    def problem(self, reference: np.ndarray) -> str:
+        """Return why the rows do not suit the objective, or an empty text. See `PackedRows.reference`."""
+        return ""
+
+    def baseline_sums(self, module: nn.Module, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        """Return the sum of the baseline over a micro-batch, and what it is divided by. There are no gradients."""
+        raise NotImplementedError
+
     @abstractmethod
     def counts(self, batch: Batch) -> torch.Tensor:
         """Return what each sum is divided by, before it is added up over the global batch."""
@@ -50,10 +66,14 @@ class Objective(ABC):
         """Return the sums of a micro-batch. Call `module`, which wraps `model` and runs the strategy's collectives."""
 
     def named(self, means: list[float]) -> dict[str, float]:
-        """Return the loss, several terms, and the metrics, given the sums after the division."""
+        """Return the loss, several terms, and the metrics, given the sums after the division.
+
+        There is no metric of which the batch has no items, so that it is not a number.
+        """
         terms = means[: len(self.terms)]
         named = dict(zip(self.terms, terms, strict=True)) if len(terms) > 1 else {}
-        return {"loss": math.fsum(terms)} | named | dict(zip(self.metrics, means[len(terms) :], strict=True))
+        metrics = zip(self.metrics, means[len(terms) :], strict=True)
+        return {"loss": math.fsum(terms)} | named | {name: mean for name, mean in metrics if not math.isnan(mean)}
 
 
 class Supervised(Objective):
@@ -103,7 +123,7 @@ class Preference(Objective):
 
     def sums(self, module: nn.Module, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         sums, tokens = pair_up(document_logps(module, model, batch)), pair_up(document_tokens(batch))
-        reference = pair_up(batch["reference"]) if self.has_reference else torch.zeros_like(sums)
+        reference = pair_up(batch["reference"][:, 0]) if self.has_reference else torch.zeros_like(sums)
         exist = tokens.amin(-1) > 0
         parts = (*sums.unbind(-1), *tokens.clamp(min=1).unbind(-1), exist, *reference.unbind(-1))
         pairs = Answers(*parts)
@@ -211,6 +231,10 @@ PREFERENCES: dict[str, type[Preference]] = {
 
 def make(options: TrainOptions) -> Objective:
     """Return the objective that the options name."""
+    from raymill.training.kto import KTO
+
+    if options.objective == "kto":
+        return KTO(options)
     return Supervised() if options.objective == "supervised" else PREFERENCES[options.objective](options)
 
 

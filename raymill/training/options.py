@@ -8,7 +8,7 @@ from raymill.ray_support.workers import WorkerOptions
 from raymill.settings import inv
 from raymill.training.schedule import Schedule
 
-ObjectiveName = Literal["supervised", "dpo", "ipo", "robust", "simpo", "orpo"]
+ObjectiveName = Literal["supervised", "dpo", "ipo", "robust", "simpo", "orpo", "kto"]
 OptimizerName = Literal["adamw", "muon", "adamw_8bit"]
 OPTIMIZER_JOBS = {"muon": ("finetune_ddp", "finetune_fsdp"), "adamw_8bit": ("finetune_ddp",)}
 """The only jobs that have these optimizers. ZeRO's parts of flattened parameters are no matrices, and bitsandbytes
@@ -80,7 +80,7 @@ class TrainOptions(WorkerOptions):
 
     objective: ObjectiveName = "supervised"
     """What to minimize. supervised: the cross-entropy of answers. For pairs that `preprocess --task preference` packed:
-    dpo, ipo, robust, simpo, orpo."""
+    dpo, ipo, robust, simpo, orpo. For answers that `preprocess --task unpaired_preference` packed: kto."""
     beta: PositiveFloat = 0.1
     """The larger, the closer the model stays to the base model. In simpo, the scale of the rewards; in orpo, the weight
     of the odds ratio."""
@@ -88,6 +88,11 @@ class TrainOptions(WorkerOptions):
     """Share of the pairs that are the wrong way round, for robust."""
     simpo_gamma: float = Field(0.5, ge=0)
     """By how much the reward of the chosen answer should exceed the other, for simpo."""
+
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of the losses of good answers, for kto."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of the losses of bad answers, for kto."""
 
     optimizer: OptimizerName = "adamw"
     """muon (Jordan et al. 2024) updates hidden matrices by orthogonal steps. adamw_8bit (Dettmers et al. 2021,
@@ -160,7 +165,9 @@ class TrainOptions(WorkerOptions):
         if self.objective != "supervised" and self.lora_dropout:
             raise ValueError(f"objective = {self.objective} compares models without dropout; set lora_dropout = 0")
         if self.objective != "supervised" and self.stream:
-            raise ValueError(f"objective = {self.objective} needs packed pairs; set stream = false")
+            raise ValueError(f"objective = {self.objective} needs packed rows; set stream = false")
+        if self.objective != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
+            raise ValueError("desirable_weight and undesirable_weight need objective = kto; set both to 1")
         return self
 
     @model_validator(mode="after")

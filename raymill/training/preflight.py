@@ -5,6 +5,7 @@ Settings that do not affect the results may change.
 
 import hashlib
 import json
+import math
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ from raymill.training.options import TrainOptions
 from raymill.training.schedule import steps_of
 
 Options = TypeVar("Options", bound=TrainOptions)
+BALANCED = (1, 4 / 3)
+"""Best ratios of the weights of all good and all bad answers, for kto."""
 
 Identity = dict[str, Any]
 """The values that must not change when a run resumes, because its results depend on them."""
@@ -40,6 +43,8 @@ DECIDES_NUMBERS = {
     "beta",
     "label_smoothing",
     "simpo_gamma",
+    "desirable_weight",
+    "undesirable_weight",
     "decay_share",
     "weight_decay",
     "max_grad_norm",
@@ -94,7 +99,7 @@ def check_packed(options: TrainOptions, task: Task = "supervised") -> Identity:
     check_data(options, manifest)
     check_model(options.model, config, manifest)
     weights_check.check(options.model)
-    if note := packing_note(options.model, config):
+    for note in filter(None, (packing_note(options.model, config), balance_note(options, manifest))):
         print(note, flush=True)
     return identify(options, config, manifest.content_hash[:12])
 
@@ -181,6 +186,22 @@ def packing_note(model: str, config: PreTrainedConfig) -> str:
     if not stateful:
         return ""
     return f"note: in the {', '.join(stateful)} layers of {model}, the documents of a packed row influence each other"
+
+
+def balance_note(options: TrainOptions, manifest: Manifest) -> str:
+    """Return a warning if good and bad answers do not have the weights that eq. 8 of arXiv:2402.01306 recommends."""
+    good = manifest.train.good_documents
+    if good is None or options.objective != "kto":
+        return ""
+    bad = manifest.train.documents - good
+    ratio = options.desirable_weight * good / max(1, options.undesirable_weight * bad)
+    if BALANCED[0] <= ratio <= BALANCED[1]:
+        return ""
+    weight = math.sqrt(math.prod(BALANCED)) * options.undesirable_weight * bad / max(1, good)
+    return (
+        f"note: {options.data} has {good:,} good and {bad:,} bad answers, whose weights in the loss are {ratio:.2f} "
+        f"to 1; kto works best between 1 and 1.33 to 1, for example with --desirable-weight {weight:.2f}"
+    )
 
 
 def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Identity:

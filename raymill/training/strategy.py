@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from raymill.errors import UserError
 from raymill.training import objectives, optimizers
-from raymill.training.collectives import is_equal
+from raymill.training.collectives import is_equal, total
 from raymill.training.dataset import Batch
 from raymill.training.objectives import Objective
 from raymill.training.options import TrainOptions
@@ -134,6 +134,22 @@ class Strategy(ABC):
                 f"{self.objective.size}. Return them, or change `losses` of the objective: docs/preference.md."
             )
         return sums
+
+    @torch.no_grad()
+    def set_baseline(self, batches: Iterable[Batch]) -> None:
+        """Set the baseline of the objective, if it has one, from all micro-batches. All ranks must call this."""
+        if not self.objective.has_baseline:
+            return
+        self.module.eval()
+        sums = [
+            self.in_precision(
+                lambda batch=batch: self.objective.baseline_sums(self.module, self.model, batch)  # type: ignore[misc]
+            ).double()
+            for batch in batches
+        ]
+        self.module.train()
+        found, count = total(torch.stack(sums).sum(0))
+        self.objective.baseline = (found / count.clamp(min=1)).float()
 
     def _scaled(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return the loss to minimize, of the terms at the beginning of `summed_loss`."""

@@ -162,7 +162,10 @@ class Trainer:
     def _add_reference(self) -> None:
         """Add the log-probabilities of the base model to the rows."""
         if isinstance(self.source, PackedSource):  # rows of `inv fit` have some
-            self.source.add_reference(reference.log_probabilities(self.strategy, self.options, self.runtime, "train"))
+            values = reference.log_probabilities(self.strategy, self.options, self.runtime, "train")
+            if problem := self.objective.problem(values):
+                raise UserError(problem)
+            self.source.add_reference(values)
         if self.evaluation:
             self.evaluation.reference = reference.log_probabilities(self.strategy, self.options, self.runtime, "eval")
 
@@ -241,9 +244,11 @@ class Trainer:
         the ranks.
         """
         batch = self._on_device(self.source.rows(step))
-        counts = total(self.objective.counts(batch)).clamp(min=1)
-        scale = self.runtime.world_size / counts[: len(self.objective.terms)]
+        counts, terms = total(self.objective.counts(batch)), len(self.objective.terms)
+        counts[:terms].clamp_(min=1)
+        scale = self.runtime.world_size / counts[:terms]
         micro_batches = _split(batch, self.options.micro_batch_rows)
+        self.strategy.set_baseline(micro_batches)
         sums = [
             self.strategy.accumulate(micro_batch, scale, last=number == len(micro_batches))
             for number, micro_batch in enumerate(micro_batches, 1)
@@ -319,7 +324,12 @@ class Trainer:
     def _evaluate(self, rows: PackedRows) -> Metrics:
         self.strategy.module.eval()
         metrics = held_out.evaluate(
-            rows, self.options.micro_batch_rows, self.runtime, self.objective, self.strategy.summed_loss
+            rows,
+            self.options.micro_batch_rows,
+            self.runtime,
+            self.objective,
+            self.strategy.summed_loss,
+            self.strategy.set_baseline,
         )
         self.strategy.module.train()
         return metrics

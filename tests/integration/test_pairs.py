@@ -189,7 +189,7 @@ def test_pairs_are_packed_side_by_side() -> None:
 
     lengths = [5, 3, 4, 4, 2, 6, 7, 1]
     lists = [[number] * length for number, length in enumerate(lengths)]
-    packed = pack(pa.table({"input_ids": lists, "labels": lists}), 16, -1, together=2)
+    packed = pack(pa.table({"input_ids": lists, "labels": lists}), 16, -1, "preference")
     rows = np.stack([np.array(one) for one in packed["input_ids"].to_pylist()])
     positions = np.stack([np.array(one) for one in packed["position_ids"].to_pylist()])
     found = [[int(row[at]) for at in np.flatnonzero(place == 0)] for row, place in zip(rows, positions, strict=True)]

@@ -1,48 +1,30 @@
 """Test objectives of pairs: their losses and gradients against plain formulas, each strategy, and a resumed run."""
 
-import json
 import math
-import os
 import shutil
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import packed_rows
 import preprocess_job
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
+from preference_runs import EXACT, WAYS, Row, alone, options_of, plain_logps, spread
 from preprocess_job import write_rows
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from jobs import preprocess
 from raymill import settings
-from raymill.data.tokenization import NOT_TRAINED
 from raymill.errors import UserError
 from raymill.evaluation import scoring
 from raymill.training import objectives, preflight, reference
 from raymill.training.dataset import PackedRows
 from raymill.training.ddp import DDP
-from raymill.training.deepspeed_zero import ZeRO
-from raymill.training.fsdp import FSDP
-from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from raymill.training.runtimes.runtime import SingleProcess
-from raymill.training.runtimes.torchrun import TorchrunRuntime
-from raymill.training.trainer import train
+from raymill.training.options import DDPOptions, TrainOptions
 
-Row = dict[str, float]
-WAYS: dict[str, Any] = {
-    "ddp": (DDP, DDPOptions, [], {}),
-    "fsdp": (FSDP, FSDPOptions, ["fsdp"], {}),
-    "zero2": (ZeRO, DeepSpeedOptions, ["deepspeed"], {"zero_stage": 2}),
-    "zero3": (ZeRO, DeepSpeedOptions, ["deepspeed"], {"zero_stage": 3}),
-}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.2},
     "ipo": {"beta": 0.3},
@@ -50,7 +32,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 2.0, "simpo_gamma": 1.0},
     "orpo": {"beta": 0.1},
 }
-EXACT = 2e-5
 
 
 @pytest.fixture(scope="module")
@@ -84,60 +65,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session:
     }
 
 
-def options_of(changes: dict[str, Any], way: str = "ddp") -> TrainOptions:
-    _, kind, sections, own = WAYS[way]
-    loaded = settings.load(kind, "train", *sections, profile="local").model_dump()
-    return kind.model_validate(loaded | own | changes)
-
-
-def alone(changes: dict[str, Any], strategy: type[DDP] = DDP) -> list[Row]:
-    options = options_of(changes)
-    folder = Path(options.output, options.name)
-    train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), strategy)
-    return logged(folder)
-
-
-def spread(changes: dict[str, Any], way: str, workers: int = 2) -> list[Row]:
-    options = options_of(changes, way)
-    folder = Path(options.output, options.name)
-    folder.mkdir(exist_ok=True)
-    ranks.run(_rank, (workers, folder / f"meeting-{options.stop_after}", options, way), workers)
-    return logged(folder)
-
-
-def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, way: str) -> None:
-    os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(workers)}
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
-    runtime = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
-    train(options, runtime, WAYS[way][0])
-    dist.destroy_process_group()
-
-
-def logged(folder: Path) -> list[Row]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 # ---------------------------------------------------------------- formulas
-
-
-def documents(batch: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tokens and the labels of each document with a trained token, without padding or packing."""
-    for ids, labels, positions in zip(*(batch[name] for name in ("input_ids", "labels", "position_ids")), strict=True):
-        starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(ids)]
-        for start, stop in pairwise(starts):
-            if (labels[start:stop] != NOT_TRAINED).any():
-                yield ids[start:stop], labels[start:stop]
-
-
-def plain_logps(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the log-probability and the number of trained tokens of each document."""
-    found = []
-    for ids, labels in documents(batch):
-        logps = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        trained = labels[1:] != NOT_TRAINED
-        picked = logps.gather(1, ids[1:, None]).squeeze(1)
-        found.append(torch.stack([picked[trained].sum(), trained.sum()]))
-    return torch.stack(found)[:, 0], torch.stack(found)[:, 1]
 
 
 def plain_loss(name: str, own: dict[str, Any], logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
@@ -263,7 +191,7 @@ def test_the_reference_is_computed_once_for_rows_weights_and_precision(
 ) -> None:
     folder = Path(changes["data"], "reference")
     options = preflight.with_absolute_paths(options_of(changes))
-    names = [reference._location(options, split).rpartition("/")[2] for split in ("train", "eval")]
+    names = [f"{reference._location(options, split).rpartition('/')[2]}-00000000.npz" for split in ("train", "eval")]
     files = {name: (folder / name).read_bytes() for name in names}
     monkeypatch.setattr(reference, "_compute", lambda *_: pytest.fail("computed again"))
     rows = alone(changes | {"name": "again"})
@@ -283,6 +211,29 @@ def test_the_reference_is_computed_once_for_rows_weights_and_precision(
         for split in ("train", "eval")
     }
     assert len(names) == 8
+
+
+def test_a_killed_computation_of_the_reference_loses_at_most_one_section(
+    changes: dict[str, Any], dpo_alone: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another precision, so that there are no files yet. The sections have more rows than a pass."""
+    monkeypatch.setattr(reference, "SECTION_ROWS", 10)
+    compute, sections = reference._compute, list[range]()
+
+    def killed(*arguments: Any) -> Any:
+        sections.append(arguments[4])
+        if len(sections) == 3:
+            raise KeyboardInterrupt
+        return compute(*arguments)
+
+    monkeypatch.setattr(reference, "_compute", killed)
+    own = changes | {"name": "killed", "data": shutil.copytree(changes["data"], f"{changes['output']}/copied")}
+    shutil.rmtree(f"{own['data']}/reference")
+    with pytest.raises(KeyboardInterrupt):
+        alone(own)
+    rows = alone(own)
+    assert [section.start for section in sections[:4]] == [0, 10, 20, 20], "the second start skips two sections"
+    assert [row.get("loss") for row in rows] == [row.get("loss") for row in dpo_alone]
 
 
 def test_evaluate_counts_pairs_whose_chosen_answer_is_likelier(changes: dict[str, Any]) -> None:
@@ -348,7 +299,7 @@ def test_rows_for_another_task_are_refused(changes: dict[str, Any]) -> None:
         ({"objective": "robust"}, "objective = robust, and no other one, needs label_smoothing"),
         ({"label_smoothing": 0.1}, "objective = robust, and no other one, needs label_smoothing"),
         ({"lora_rank": 4, "lora_dropout": 0.1}, "compares models without dropout; set lora_dropout = 0"),
-        ({"stream": True}, "needs packed pairs; set stream = false"),
+        ({"stream": True}, "needs packed rows; set stream = false"),
     ],
 )
 def test_settings_that_do_nothing_or_harm_are_refused(

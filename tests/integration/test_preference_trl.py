@@ -96,9 +96,11 @@ def pairs_of_steps(changes: dict[str, Any]) -> Iterator[dict[str, str]]:
         yield {"prompt": prompt[0], "chosen": chosen, "rejected": rejected}
 
 
-def with_trl(kind: str, own: dict[str, Any], changes: dict[str, Any], folder: Path) -> list[dict[str, float]]:
+def with_trl(
+    kind: str, own: dict[str, Any], changes: dict[str, Any], folder: Path, rows: list[dict[str, Any]]
+) -> list[dict[str, float]]:
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -106,6 +108,7 @@ def with_trl(kind: str, own: dict[str, Any], changes: dict[str, Any], folder: Pa
         "dpo": (DPOTrainer, DPOConfig),
         "cpo": (CPOTrainer, CPOConfig),
         "orpo": (ORPOTrainer, ORPOConfig),
+        "kto": (KTOTrainer, KTOConfig),
     }
     trainer_type, config_type = trainers[kind]
     tokenizer = AutoTokenizer.from_pretrained(changes["model"])
@@ -127,35 +130,81 @@ def with_trl(kind: str, own: dict[str, Any], changes: dict[str, Any], folder: Pa
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
-        **({"precompute_ref_log_probs": True} if kind == "dpo" else {}),
+        **({"precompute_ref_log_probs": True} if kind in ("dpo", "kto") else {}),
     }
     trainer_type(
         model=changes["model"],
         args=config_type(**config | own),
-        train_dataset=Dataset.from_list(list(pairs_of_steps(changes))),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[log],
     ).train()
     return log.steps
 
 
+def with_raymill(name: str, changes: dict[str, Any]) -> list[dict[str, float]]:
+    loaded = settings.load(DDPOptions, "train", profile="local").model_dump()
+    options = DDPOptions.model_validate(loaded | changes | {"objective": name, "name": name})
+    folder = Path(options.output, name)
+    train(options, SingleProcess(folder, torch.device("cpu"), 1), PlainSGD)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_equal(name: str, rows: list[dict[str, float]], steps: list[dict[str, float]]) -> None:
+    for key, tolerance in (("loss", LOSS), ("grad_norm", GRADIENT)):
+        assert [row[key] for row in rows] == pytest.approx([step[key] for step in steps], rel=tolerance), (name, key)
+    assert len({round(row["loss"], 6) for row in rows}) == STEPS, "the model learns"
+
+
+def check_page(name: str) -> None:
+    page = (settings.PROJECT / "docs" / "preference.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\| `{name}` \| .*1e-5.*\| yes \| yes \| yes \|$", page, re.MULTILINE), name
+
+
 @pytest.mark.nightly  # TRL's three trainers take a minute
 def test_the_table_of_objectives_is_true(changes: dict[str, Any], tmp_path: Path) -> None:
     """ORPO: TRL's cross-entropy counts the prompt, so the odds ratios of the first step are compared."""
-    page = (settings.PROJECT / "docs" / "preference.md").read_text(encoding="utf-8")
+    pairs = list(pairs_of_steps(changes))
     for name, (own, kind, theirs) in SETTINGS.items():
-        loaded = settings.load(DDPOptions, "train", profile="local").model_dump()
-        options = DDPOptions.model_validate(loaded | changes | own | {"objective": name, "name": name})
-        folder = Path(options.output, name)
-        train(options, SingleProcess(folder, torch.device("cpu"), 1), PlainSGD)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        steps = with_trl(kind, {"beta": own["beta"]} | theirs, changes, tmp_path / name)
+        rows = with_raymill(name, changes | own)
+        steps = with_trl(kind, {"beta": own["beta"]} | theirs, changes, tmp_path / name, pairs)
         assert len(rows) == len(steps) == STEPS
         if name == "orpo":
             odds = -own["beta"] * steps[0]["log_odds_ratio"]
             assert rows[0]["odds_ratio_loss"] == pytest.approx(odds, rel=LOSS)
         else:
-            for key, tolerance in (("loss", LOSS), ("grad_norm", GRADIENT)):
-                assert [row[key] for row in rows] == pytest.approx([step[key] for step in steps], rel=tolerance), key
-            assert len({round(row["loss"], 6) for row in rows}) == STEPS, "the model learns"
-        assert re.search(rf"^\| `{name}` \| .*1e-5.*\| yes \| yes \| yes \|$", page, re.MULTILINE), name
+            check_equal(name, rows, steps)
+        check_page(name)
+
+
+@pytest.mark.nightly
+def test_kto_is_that_of_trl(changes: dict[str, Any], assets: Path, tmp_path: Path, ray_session: None) -> None:
+    """A row holds the answers of TRL's batch in reverse: we take the next answer as mismatched, TRL the one before."""
+    tokenizer = AutoTokenizer.from_pretrained(changes["model"])
+    rated = []
+    for number in range(400):
+        prompt, completion = f"Question {number}:", " yes" * (4 + number % 9)
+        if 31 <= len(tokenizer(prompt + completion)["input_ids"]) + 1 <= 36:  # so that each row holds six
+            rated.append({"prompt": prompt, "completion": completion, "label": bool(number % 3)})
+    made = {"input": str(write_rows(tmp_path / "rows.jsonl", rated)), "model": changes["model"], "eval_share": 0.0}
+    preprocess.main(
+        preprocess_job.options(assets, tmp_path, **made, task="unpaired_preference", sequence_length=6 * 36)
+    )
+    weights: dict[str, Any] = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}
+    own = changes | weights | {"data": str(tmp_path / "packed"), "global_batch_rows": 1, "micro_batch_rows": 1}
+    rows = with_raymill("kto", own)
+    labels = {row["prompt"]: row["label"] for row in rated}
+    seed = settings.load(DDPOptions, "train", profile="local").seed
+    batch = PackedRows(own["data"], "train", seed).read(0, STEPS)
+    theirs = []
+    for ids, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+        starts = [at for at, position in enumerate(positions) if position == 0] + [len(ids)]
+        texts = [tokenizer.decode(ids[start:stop], skip_special_tokens=True) for start, stop in pairwise(starts)][:6]
+        for text in reversed(texts):
+            prompt, colon, completion = text.partition(":")
+            theirs.append({"prompt": prompt + colon, "completion": completion, "label": labels[prompt + colon]})
+    steps = with_trl("kto", weights, own, tmp_path / "kto", theirs)
+    check_equal("kto", rows, steps)
+    assert [row["kl"] for row in rows] == pytest.approx([step["kl"] for step in steps], rel=LOSS)
+    assert rows[-1]["kl"] > 1e-3
+    check_page("kto")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from raymill.data.examples import Completion, Conversation, Example, Pair
+from raymill.data.examples import Completion, Conversation, Example, Pair, Rated
 from raymill.data.filters.options import Scope
 from raymill.data.messages import REASONING_KEYS
 
@@ -21,6 +21,8 @@ def parts(example: Example, scope: Scope) -> list[str]:
     """Return the texts of an example, one per message."""
     if isinstance(example, Pair):
         return [*parts(example.chosen, scope), *parts(example.rejected, "answers")]
+    if isinstance(example, Rated):
+        return parts(example.answer, scope)
     if isinstance(example, Completion):
         return [example.completion] if scope == "answers" else [example.prompt, example.completion]
     roles = ROLES.get(scope)
@@ -40,6 +42,8 @@ def replace(example: Example, change: Change, change_name: Change | None = None)
     change_name = change_name or change
     if isinstance(example, Pair):
         return Pair(*(replace(answer, change, change_name) for answer in example))  # type: ignore[arg-type]
+    if isinstance(example, Rated):
+        return Rated(replace(example.answer, change, change_name), example.is_good)  # type: ignore[arg-type]
     if isinstance(example, Completion):
         return Completion(*(replace_all(text, change, change_name) for text in example))
     messages = [_replace_but(message, FIXED, change, change_name) for message in example.messages]

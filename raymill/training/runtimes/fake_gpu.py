@@ -61,7 +61,11 @@ class FakeRows:
         zeros = np.zeros((rows, sequence_length), dtype=np.int32)
         positions = zeros + np.arange(sequence_length, dtype=np.int32) % max(1, sequence_length // DOCUMENTS)
         self._batch = as_batch({"input_ids": zeros, "labels": zeros, "position_ids": positions})
-        self._batch["reference"] = torch.zeros(self._batch["document_starts"].shape)
+        starts = self._batch["document_starts"]
+        self._batch |= {
+            "is_good": torch.ones_like(self._batch["labels"]),
+            "reference": torch.zeros(rows, 2, starts.shape[1]),
+        }
 
     def rows(self, step: int) -> Batch:
         return {name: column.clone() for name, column in self._batch.items()}
