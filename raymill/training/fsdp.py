@@ -83,6 +83,7 @@ class FSDP(Strategy):
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0
         self._copier = StateCopier()
+        self.copies_state = options.optimizer != "adamw_8bit"  # torch's stager cannot copy torchao's tensors
         # the threads that write checkpoints need a separate process group
         self._writers = dist.new_group(backend="gloo")
 
@@ -104,7 +105,9 @@ class FSDP(Strategy):
     def capture(self) -> WriteCheckpoint:
         self._reshard()
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        state = self._copier.copy({"model": model, "optimizer": optimizer})
+        state = {"model": model, "optimizer": optimizer}
+        if self.copies_state:
+            state = self._copier.copy(state)
         # no fsync, which waits for the disk: an incomplete checkpoint is skipped anyway
         return lambda folder: dcp.save(
             state,

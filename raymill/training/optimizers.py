@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from raymill import optional
 from raymill.errors import UserError
-from raymill.training.options import OptimizerName
+from raymill.training.options import OptimizerName, TrainOptions
 from raymill.training.parameters import numel, shape_of
 
 BETAS = (0.9, 0.95)  # usual for language models: 0.95 averages squared gradients over about 20 steps
@@ -24,9 +26,9 @@ def make(model: PreTrainedModel, name: OptimizerName, weight_decay: float) -> to
     """Return an optimizer of the trained parameters.
 
     `muon` (Jordan et al. 2024; torch's) updates the hidden matrices, and `adamw_8bit` (Dettmers et al. 2021,
-    arXiv:2110.02861; bitsandbytes') keeps their averages in 8 bits. The others have AdamW: embeddings, the output layer
-    and all that is no matrix. Muon's updates have the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that one
-    learning rate fits both.
+    arXiv:2110.02861; bitsandbytes', and torchao's for shards) keeps their averages in 8 bits. The others have AdamW:
+    embeddings, the output layer and all that is no matrix. Muon's updates have the size of AdamW's (Liu et al. 2025,
+    arXiv:2502.16982), so that one learning rate fits both.
     """
     if name == "adamw":
         return adamw(trained(model), weight_decay)
@@ -34,6 +36,8 @@ def make(model: PreTrainedModel, name: OptimizerName, weight_decay: float) -> to
     chosen = {id(parameter) for parameter in matrices}
     if name == "muon":
         first = torch.optim.Muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    elif any(isinstance(matrix, DTensor) for matrix in matrices):
+        first = _sharded_adamw_8bit(matrices, weight_decay)
     else:
         from bitsandbytes.optim import AdamW8bit  # imported late: it takes seconds
 
@@ -49,6 +53,22 @@ def adamw(parameters: Iterable[nn.Parameter], weight_decay: float) -> torch.opti
     vectors = [parameter for parameter in found if len(shape_of(parameter)) < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
+
+
+def _sharded_adamw_8bit(matrices: list[nn.Parameter], weight_decay: float) -> torch.optim.Optimizer:
+    """Return torchao's optimizer. Shards whose size is no multiple of 256 keep averages in fp32."""
+    from torchao.optim import AdamW8bit  # type: ignore[missing-import]  # few projects have it
+
+    optimizer = AdamW8bit(matrices, betas=BETAS, weight_decay=weight_decay)
+    if matrices[0].device.type == "cpu":  # where compilation needs a C++ compiler
+        optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+    return optimizer
+
+
+def check_installed(options: TrainOptions) -> None:
+    """Raise UserError if the optimizer needs a package that is not installed."""
+    if options.optimizer == "adamw_8bit" and options.strategy == "fsdp":
+        optional.check(("torchao",), "torchao", "adamw_8bit with finetune_fsdp needs")
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -123,11 +143,22 @@ def check_values(optimizer: torch.optim.Optimizer, declared: float, strategy: st
     """
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     users = Counter(map(id, states))  # bitsandbytes' tables of values belong to all parameters
-    kept = sum(value.numel() * value.element_size() for value in states if value.dim() and users[id(value)] == 1) / 4
+    kept = sum(_bytes(_own(value)) for value in states if value.dim() and users[id(value)] == 1) / 4
     # not those in param_groups, from which ZeRO-3 takes them after each step
-    values = kept / max(1, sum(parameter.numel() for parameter in optimizer.state))
+    values = kept / max(1, sum(_own(parameter).numel() for parameter in optimizer.state))
     if values > declared + TOLERANCE:
         raise UserError(
             f"the optimizer of {strategy} keeps {values:.2g} numbers for each parameter, not {declared:g}. Set "
             f"optimizer_values = {values:.2g} in the class."
         )
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor, or of the codes and scales that torchao stores instead."""
+    parts = [getattr(tensor, name) for name in ("codes", "scale")] if hasattr(tensor, "codes") else [tensor]
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -10,9 +10,8 @@ from raymill.training.schedule import Schedule
 
 ObjectiveName = Literal["supervised", "dpo", "ipo", "robust", "simpo", "orpo", "kto"]
 OptimizerName = Literal["adamw", "muon", "adamw_8bit"]
-OPTIMIZER_JOBS = {"muon": ("finetune_ddp", "finetune_fsdp"), "adamw_8bit": ("finetune_ddp",)}
-"""The only jobs that have these optimizers. ZeRO's parts of flattened parameters are no matrices, and bitsandbytes
-updates no shards of FSDP."""
+OPTIMIZER_JOBS = {"muon": ("finetune_ddp", "finetune_fsdp"), "adamw_8bit": ("finetune_ddp", "finetune_fsdp")}
+"""The only jobs that have these optimizers: ZeRO's parts of flattened parameters are no matrices."""
 OF_ADAPTERS = ("lora_targets", "rslora", "dora")
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the name of a folder, not a path
 
@@ -96,7 +95,8 @@ class TrainOptions(WorkerOptions):
 
     optimizer: OptimizerName = "adamw"
     """muon (Jordan et al. 2024) updates hidden matrices by orthogonal steps. adamw_8bit (Dettmers et al. 2021,
-    arXiv:2110.02861) keeps 8 bits per number for them, and needs finetune_ddp. Other parameters have AdamW."""
+    arXiv:2110.02861) keeps 8 bits per number for them; in finetune_fsdp, it needs the package torchao. Other parameters
+    have AdamW."""
     learning_rate: PositiveFloat
     """Peak learning rate. Muon's steps are scaled so that a rate for AdamW fits."""
     reference_batch_rows: PositiveInt | None = None

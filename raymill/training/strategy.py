@@ -161,7 +161,10 @@ class Strategy(ABC):
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            if torch.is_tensor(group["lr"]):  # in optimizers that compile their steps
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
 
 
 class StateCopier:

@@ -1,5 +1,6 @@
 """Test the optimizers that settings name: what each updates, what it keeps, and that a run with it resumes exactly."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,6 @@ class _Model(nn.Module):
             "inv submit finetune_ddp -- --optimizer muon or inv submit finetune_fsdp",
         ),
         ("adamw_8bit", DeepSpeedOptions, "deepspeed", "inv submit finetune_ddp -- --optimizer adamw_8bit"),
-        ("adamw_8bit", FSDPOptions, "fsdp", "inv submit finetune_ddp -- --optimizer adamw_8bit"),
     ],
 )
 def test_a_strategy_without_the_optimizer_refuses_it(
@@ -136,6 +136,17 @@ def test_a_strategy_without_the_optimizer_refuses_it(
     with pytest.raises(ValueError, match=commands) as caught:
         kind.model_validate(loaded.model_dump() | {"optimizer": name})
     assert f"optimizer = {name} needs another job" in str(caught.value)
+
+
+def test_shards_in_8_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = settings.load(FSDPOptions, "train", "fsdp", profile="local").model_copy(
+        update={"optimizer": "adamw_8bit"}
+    )
+    optimizers.check_installed(options)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"adamw_8bit with finetune_fsdp needs the package torchao, .* Add torchao to"):
+        optimizers.check_installed(options)
+    optimizers.check_installed(settings.load(DDPOptions, "train", profile="local"))
 
 
 def test_an_optimizer_that_keeps_more_than_declared_is_refused() -> None:

@@ -33,7 +33,7 @@ from raymill.training.strategy import MakeStrategy, Strategy
 from raymill.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
-EXACT, ELASTIC, BF16, MUON = 1e-5, 1e-4, 1e-2, 1e-4
+EXACT, ELASTIC, BF16, MUON, EIGHT_BITS = 1e-5, 1e-4, 1e-2, 1e-4, 2e-2
 
 
 Row = dict[str, float]
@@ -254,6 +254,25 @@ def test_muon_agrees_with_one_process(way: str, changes: dict[str, Any]) -> None
         rows = _spread(WAYS[way], 2, own | {"name": f"muon-{way}", "stop_after": stop})
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
     _assert_close(rows, single, MUON)
+
+
+def test_adamw_8bit_on_shards_resumes_bit_for_bit(changes: dict[str, Any], assets: Path, tmp_path: Path) -> None:
+    """With shards of whole blocks of 256 numbers, some of which have 4,096, the smallest that torchao quantizes."""
+    shape = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 2}
+    model = str(packed_rows.write_model(tmp_path / "model", assets, **shape))
+    own = changes | {"model": model, "optimizer": "adamw_8bit", "checkpoint_every": 5}
+    plain = _spread(_fsdp, 2, changes | {"model": model, "name": "adamw-fsdp", "stop_after": 10})
+    whole = _spread(_fsdp, 2, own | {"name": "8bit-whole", "stop_after": 10})
+    for stop in (5, 10):
+        rows = _spread(_fsdp, 2, own | {"name": "8bit-parts", "stop_after": stop})
+    assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
+    for weights, others in zip(_weights(own, "8bit-parts"), _weights(own, "8bit-whole"), strict=True):
+        assert torch.equal(weights, others)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
+    _assert_close(rows, plain, EIGHT_BITS)
+    assert rows[-1]["loss"] != plain[-1]["loss"]
+    moved = _spread(_fsdp, 1, own | {"name": "8bit-parts", "stop_after": 12})  # other shards
+    assert moved[-1]["loss"] < rows[0]["loss"] - 0.2
 
 
 @pytest.mark.parametrize(
