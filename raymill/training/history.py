@@ -77,6 +77,12 @@ class History:
         return next((event for event in reversed(self.events) if event["event"] == EXPORT), None)
 
     @property
+    def stopped_early(self) -> bool:
+        """Whether the run stopped early and was not continued with a larger `patience`."""
+        last = next(event for event in reversed(self.events) if event["event"] in ("start", EXPORT))
+        return last.get("stopped_early", False)
+
+    @property
     def seconds(self) -> float:
         """Total time during which workers ran, in seconds."""
         return sum(attempt.seconds for attempt in self.attempts)

@@ -36,7 +36,7 @@ def log_probabilities(
         if runtime.rank == 0:
             buffer = io.BytesIO()
             np.savez(buffer, logps=found)  # with a checksum
-            storage.write_bytes(location, buffer.getvalue())
+            storage.replace_bytes(location, buffer.getvalue())  # trials of `tune` may write the same file at once
     return found
 
 

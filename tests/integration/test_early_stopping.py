@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import packed_rows
 import pytest
 import ranks
+import ray
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -28,11 +30,14 @@ from raymill.training.deepspeed_zero import ZeRO
 from raymill.training.fsdp import FSDP
 from raymill.training.objectives import Objective, Supervised
 from raymill.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, HFOptions, TrainOptions
+from raymill.training.runtimes import ray_train
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.runtimes.torchrun import TorchrunRuntime
 from raymill.training.strategy import MakeStrategy
 from raymill.training.trainer import train
 from raymill.tuning.options import TuneOptions
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
 BEST, END = 6, 10
 """The best checkpoint, and the second one after it, at which a run with `patience = 2` stops."""
@@ -395,6 +400,32 @@ def test_two_ranks_export_the_best_checkpoint(way: str, lora_rank: int, changes:
     spread(own, way, runs, name="early")
     assert_equal_weights(folder, until_best)
     assert {str(file): file.read_bytes() for file in folder.glob("step-*/**/*") if file.is_file()} == stored
+
+
+# ---------------------------------------------------------------- Ray Train
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize(
+    ("strategy", "best", "end"), [(TurningDDP, BEST, END), pytest.param(Constant, 2, 6, marks=pytest.mark.nightly)]
+)
+def test_ray_train_keeps_and_exports_the_best_checkpoint(
+    strategy: MakeStrategy, best: int, end: int, changes: dict[str, Any], runs: Path
+) -> None:
+    options = options_of(changes | {"output": str(runs), "name": "ray"})
+    folder = runs / "ray"
+    for _ in range(2):  # the second start trains nothing
+        ray_train.fit(options, strategy)
+        assert rows(folder)[-1]["step"] == end
+        assert kept(folder) == [best, end]
+        stored = torch.load(folder / f"step-{best:08d}/ddp.pt", weights_only=True)["model"]
+        last = torch.load(folder / f"step-{end:08d}/ddp.pt", weights_only=True)["model"]
+        exported = weights(folder)
+        assert stored.keys() == exported.keys()
+        assert all(torch.equal(exported[name], stored[name]) for name in stored)
+        assert strategy is Constant or any(not torch.equal(last[name], stored[name]) for name in stored)
+        shutil.rmtree(folder / "model")
+    assert [event["event"] for event in events(folder)].count("start") == 1
 
 
 # ---------------------------------------------------------------- refusals
