@@ -19,7 +19,7 @@ from raymill.evaluation.options import EvaluateOptions
 from raymill.evaluation.scoring import Metric, Scorer
 from raymill.ray_support import ray_logging
 from raymill.ray_support.progress import Progress, time_left
-from raymill.training import storage
+from raymill.training import held_out, storage
 from raymill.training.dataset import Manifest
 
 
@@ -86,7 +86,8 @@ class EvaluationResult(NamedTuple):
     model: str
     loss: float
     """Mean cross-entropy per trained token, in nats."""
-    perplexity: float
+    perplexity: float | None
+    """None: it is too large for a float."""
     exact_match: float
     """Share of the answers that greedy decoding reproduces token for token, from 0 to 1."""
     stops: float
@@ -103,7 +104,7 @@ def from_sums(candidate: Candidate, sums: dict[str, float], metrics: Sequence[sc
     return EvaluationResult(
         model=candidate.name,
         loss=loss,
-        perplexity=math.exp(loss),
+        perplexity=held_out.perplexity(loss),
         exact_match=sums["exact"] / sums["answers"],
         stops=sums["stopped"] / max(1, sums["generated"]),
         tokens_per_s=sums["tokens"] / sums["seconds"],
@@ -143,28 +144,39 @@ def save(
         "content_hash": manifest.content_hash,
         "precision": options.precision,
         **{name: counts[name] for name in ("documents", "answers", "trained_tokens")},
-        "models": [result._asdict() for result in results],
+        "models": [_finite(result._asdict()) for result in results],
     }
     file = f"{options.output}/{options.name}.json"
     storage.write_text(file, json.dumps(content, indent=2) + "\n")
     print(f"the result is in {file}", flush=True)
 
 
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace numbers that are not finite with None, because JSON does not have them."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _finite(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: replaced(value) for name, value in values.items()}
+
+
 def _cells(result: EvaluationResult, base: EvaluationResult | None = None) -> list[str]:
-    cells = [f"{result.loss:.4f}", f"{result.perplexity:.2f}", f"{result.exact_match:.1%}", f"{result.stops:.0%}"]
+    shares = [f"{result.exact_match:.1%}", f"{result.stops:.0%}"]
     if base:
         differences = [
-            f" ({result.loss - base.loss:+.4f})",
-            f" ({result.perplexity - base.perplexity:+.2f})",
             f" ({result.exact_match - base.exact_match:+.1%})",
             f" ({result.stops - base.stops:+.0%})",
         ]
-        cells = [cell + difference for cell, difference in zip(cells, differences, strict=True)]
-    own = [_own_cell(value, base.own[name] if base else None) for name, value in result.own.items()]
-    return [result.model, *cells, *own, f"{result.tokens_per_s:,.0f}"]
+        shares = [share + difference for share, difference in zip(shares, differences, strict=True)]
+    loss = _cell(result.loss, base.loss if base else None)
+    perplexity = _cell(result.perplexity, base.perplexity if base else None, digits=2)
+    own = [_cell(value, base.own[name] if base else None) for name, value in result.own.items()]
+    return [result.model, loss, perplexity, *shares, *own, f"{result.tokens_per_s:,.0f}"]
 
 
-def _own_cell(value: float | None, base: float | None) -> str:
+def _cell(value: float | None, base: float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
-    return f"{value:.4f}" if base is None else f"{value:.4f} ({value - base:+.4f})"
+    return f"{value:.{digits}f}" + ("" if base is None else f" ({value - base:+.{digits}f})")

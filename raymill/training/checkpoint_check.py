@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from torch.distributed.checkpoint import FileSystemReader
 
 from raymill import state_files
+from raymill.training.ranking import Best
 
 STATE = "state.json"
 FSDP_FOLDER = "fsdp"
@@ -23,6 +24,8 @@ class State(BaseModel):
 
     step: int
     world_size: int
+    best: Best | None = None
+    """None: an older version saved the checkpoint, or `train_hf`."""
 
 
 def inventory_name(rank: int) -> str:

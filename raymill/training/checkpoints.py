@@ -13,6 +13,7 @@ from raymill.errors import UserError
 from raymill.training import checkpoint_check, storage
 from raymill.training.checkpoint_check import State
 from raymill.training.collectives import any_rank, largest, total
+from raymill.training.ranking import Best
 from raymill.training.runtimes.runtime import Metrics, Runtime
 from raymill.training.strategy import Strategy
 
@@ -23,8 +24,8 @@ SAMPLE = 64 * 2**20
 """Bytes that each rank stores to estimate how long a checkpoint takes."""
 
 
-def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> None:
-    """Start saving a checkpoint of all ranks: parameters, optimizer state, random state and step.
+def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str, best: Best | None) -> None:
+    """Start saving a checkpoint of all ranks: parameters, optimizer state, random state, step and `best`.
 
     The call copies the state, which is then written in the background. It first waits for the previous checkpoint,
     because main memory has room for only one copy. If the strategy does not copy its state (see
@@ -36,7 +37,7 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
     runtime.wait()
     refuse_full_disk(strategy, runtime, output)
     write_strategy, numbers = strategy.capture(), random_state(runtime.device)
-    state = State(step=int(row["step"]), world_size=runtime.world_size)
+    state = State(step=int(row["step"]), world_size=runtime.world_size, best=best)
 
     def write(folder: Path) -> None:
         write_strategy(folder)
@@ -48,21 +49,32 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
         runtime.wait()
 
 
-def restore(strategy: Strategy, runtime: Runtime) -> int:
-    """Load the newest complete checkpoint. Return its step, or 0 if there is none."""
+def restore(strategy: Strategy, runtime: Runtime) -> State | None:
+    """Load the newest complete checkpoint. Return its state, or None if there is none."""
     for folder, state in complete(runtime):
         strategy.load(folder, state.world_size)
         _restore_random_state(folder / f"random-{runtime.rank:05d}.pt", runtime.device)
-        return state.step
-    return 0
+        return state
+    return None
 
 
-def complete(runtime: Runtime) -> Generator[tuple[Path, State], None, None]:
+def load(strategy: Strategy, runtime: Runtime, step: int) -> bool:
+    """Load the parameters of the checkpoint of a step. Return False if it is missing or damaged."""
+    for folder, state in complete(runtime, step):
+        strategy.load(folder, state.world_size)
+        return True
+    return False
+
+
+def complete(runtime: Runtime, step: int | None = None) -> Generator[tuple[Path, State], None, None]:
     """Yield the folders and states of the complete checkpoints, newest first. All ranks yield the same ones.
 
     A folder exists until the next one is asked for, or the iterator is closed.
+
+    Args:
+        step: the only step whose checkpoints to yield. None: all steps.
     """
-    for folder in runtime.checkpoints():
+    for folder in runtime.checkpoints(step):
         state = checkpoint_check.read_state(folder)
         problem = checkpoint_check.first_problem(folder, runtime.rank, runtime.world_size)
         if any_rank(bool(problem), runtime.device) or state is None:

@@ -13,7 +13,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 def largest(value: float, device: torch.device) -> float:
     """Return the largest value that any rank passed. All ranks get the same result."""
-    values = torch.tensor(value, device=device)
+    values = torch.tensor(value, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.item()

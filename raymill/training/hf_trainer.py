@@ -35,7 +35,7 @@ from raymill.training.metric_logger import MetricLogger
 from raymill.training.objectives import Supervised
 from raymill.training.options import TrainOptions
 from raymill.training.packed_attention import attention_mask
-from raymill.training.runtimes.runtime import Metrics, Runtime
+from raymill.training.runtimes.runtime import SCORE, Metrics, Runtime
 from raymill.training.schedule import spread
 from raymill.training.storage import RunFolder
 from raymill.training.trainer import PROGRESS_INTERVAL_S
@@ -187,7 +187,7 @@ class RunCallback(TrainerCallback):
             start = f"resumed after step {self._done}" if self._done else "from the start"
             workers = f"{self.options.strategy} on {self.runtime.world_size} x {self.runtime.device.type}"
             print(f"{self.options.name}: {workers}; {start}", flush=True)
-            self._logger = MetricLogger(self._folder, self.options, self.runtime, self._done)
+            self._logger = MetricLogger(self._folder, self.options, self.runtime, self._done, Supervised().ranking)
         evaluated = {} if self._done else self._evaluate()
         if self._logger and evaluated:
             self._logger.write_start(evaluated)
@@ -244,7 +244,7 @@ class RunCallback(TrainerCallback):
             written.rename(folder)
             checkpoint_check.seal(folder, self.runtime.rank, seal, has_checksums=False)
 
-        self.runtime.report(self._row, write)
+        self.runtime.report(self._row | {SCORE: Supervised().ranking.score(self._row)}, write)
         self._saved = state.global_step
         if self._logger:
             self._logger.checkpoint(state.global_step, time.monotonic() - self._waiting_since)

@@ -12,9 +12,13 @@ from raymill import state_files
 from raymill.errors import UserError
 from raymill.settings import inv
 from raymill.training import storage
+from raymill.training.ranking import Ranking
 
 FILES = ("run.json", "events.jsonl", "metrics.jsonl")
 """Files that every run has. MetricLogger writes the last two."""
+
+EXPORT = "export"
+"""The event that says which step's model was exported. It may come long after the run has ended."""
 
 Line = dict[str, Any]
 """A line of metrics.jsonl or events.jsonl. Each line has a `step`, and a `time` in Unix seconds."""
@@ -55,12 +59,28 @@ class History:
         for event in self.events:
             if event["event"] == "start":
                 groups.append([])
-            groups[-1].append(event)
+            if event["event"] != EXPORT:
+                groups[-1].append(event)
         return [Attempt(group[0], last_seen(group, self.rows if group is groups[-1] else [])) for group in groups]
 
     @property
     def evaluations(self) -> list[Line]:
         return [line for line in (*([self.start] if self.start else []), *self.rows) if "eval_loss" in line]
+
+    @property
+    def ranking(self) -> Ranking:
+        return ranking(self.events)
+
+    @property
+    def export(self) -> Line | None:
+        """The event of the last export. None: there was none, or an older version exported the model."""
+        return next((event for event in reversed(self.events) if event["event"] == EXPORT), None)
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the run stopped early and was not continued with a larger `patience`."""
+        last = next(event for event in reversed(self.events) if event["event"] in ("start", EXPORT))
+        return last.get("stopped_early", False)
 
     @property
     def seconds(self) -> float:
@@ -137,6 +157,13 @@ def lines(text: str) -> Iterator[Line]:
     for line in text.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
+
+
+def ranking(events: Sequence[Line]) -> Ranking:
+    """Return how a run with these events ranks models. Runs of an older version ranked by the evaluation loss."""
+    start = next((event for event in reversed(events) if event["event"] == "start"), {})
+    logged: dict[str, Any] = {name: start[f"best_{name}"] for name in Ranking._fields if f"best_{name}" in start}
+    return Ranking(**logged)
 
 
 def last_seen(events: list[Line], rows: list[Line]) -> Line:

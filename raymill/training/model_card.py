@@ -1,5 +1,6 @@
 """Writes the model card of a run: the README.md of a model on the Hugging Face hub, with data, settings and results."""
 
+import math
 import re
 from collections.abc import Collection
 from itertools import chain
@@ -9,8 +10,9 @@ from raymill.training.history import History
 from raymill.training.report import data_reports
 
 SHOWN = {
-    "eval_perplexity": "evaluation perplexity at the end",
-    "eval_rewards/accuracies": "share of held-out pairs at the end whose chosen answer has the higher reward",
+    "eval_loss": "evaluation loss {when}",
+    "eval_perplexity": "evaluation perplexity {when}",
+    "eval_rewards/accuracies": "share of held-out pairs {when} whose chosen answer has the higher reward",
 }
 
 
@@ -63,13 +65,21 @@ def _short(source: str) -> str:
 
 
 def _results(run: History) -> Cells:
-    evaluated = [row for row in run.rows if "eval_loss" in row]
-    last = run.rows[-1]
-    results = {"steps": f"{last['step']:,}", "training loss at the end": f"{last['loss']:.4f}"}
-    if evaluated:
+    last, until = run.rows[-1], run.export["step"] if run.export else math.inf
+    exported = [row for row in run.rows if row["step"] <= until]
+    results = {"steps": f"{last['step']:,}{', stopped early' if run.stopped_early else ''}"}
+    when = "at the end"
+    if exported[-1] is not last:
+        when = f"at step {until:,}"
+        results["exported model"] = f"that of step {until:,}, the best by {run.ranking.title}"
+    results[f"training loss {when}"] = f"{exported[-1]['loss']:.4f}"
+    if evaluated := [row for row in exported if "eval_loss" in row]:
+        shown = {run.ranking.metric: f"{run.ranking.title} {{when}}"} | SHOWN
+        digits = {"eval_loss": 4}
         results |= {
-            "evaluation loss at the end": f"{evaluated[-1]['eval_loss']:.4f}",
-            **{SHOWN[name]: f"{evaluated[-1][name]:.3f}" for name in SHOWN if name in evaluated[-1]},
+            name.format(when=when): f"{evaluated[-1][metric]:.{digits.get(metric, 3)}f}"
+            for metric, name in shown.items()
+            if metric in evaluated[-1]
         }
     return [{"metric": name, "value": value} for name, value in results.items()]
 

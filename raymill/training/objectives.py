@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from raymill.data.tokenization import NOT_TRAINED
 from raymill.training.dataset import Batch, trained_tokens
 from raymill.training.options import TrainOptions
 from raymill.training.packed_attention import model_inputs
+from raymill.training.ranking import Ranking
 
 
 class Objective(ABC):
@@ -39,6 +40,15 @@ class Objective(ABC):
     """Whether exp(loss) is a perplexity."""
     bounds_loss = False
     """Whether a loss above twice that of a uniform guess means that training has diverged."""
+
+    best_metric: str = "eval_loss"
+    """The metric of an evaluation that says which model is better. It ranks checkpoints and the trials of `tune`."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether small or large values of it are good."""
+
+    @property
+    def ranking(self) -> Ranking:
+        return Ranking(self.best_metric, self.best_mode)
 
     @property
     def size(self) -> int:

@@ -12,6 +12,10 @@ ObjectiveName = Literal["supervised", "dpo", "ipo", "robust", "simpo", "orpo", "
 OptimizerName = Literal["adamw", "muon", "adamw_8bit"]
 OPTIMIZER_JOBS = {"muon": ("finetune_ddp", "finetune_fsdp"), "adamw_8bit": ("finetune_ddp", "finetune_fsdp")}
 """The only jobs that have these optimizers: ZeRO's parts of flattened parameters are no matrices."""
+NOT_IN_TRAIN_HF = (
+    *("lora_rank", "quantize_base", "stream", "stop_after", "patience"),
+    *("objective", "optimizer", "schedule"),
+)
 OF_ADAPTERS = ("lora_targets", "rslora", "dora")
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the name of a folder, not a path
 
@@ -127,7 +131,10 @@ class TrainOptions(WorkerOptions):
     checkpoint_every: PositiveInt
     """Optimizer steps between checkpoints."""
     keep_checkpoints: PositiveInt
-    """How many checkpoints to keep: those with the lowest evaluation loss. The last one is always kept, too."""
+    """How many checkpoints to keep: those with the best evaluation. The last one is always kept, too."""
+    patience: int = Field(0, ge=0)
+    """Stop after so many checkpoints in a row that are not better than the best one, and export the best one. Only the
+    regular ones count. 0: never; the last one is exported."""
     log_every: PositiveInt
     """Maximum number of optimizer steps between progress lines. If steps are slow, a line appears about every 10 s."""
     mlflow: str = ""
@@ -168,6 +175,12 @@ class TrainOptions(WorkerOptions):
             raise ValueError(f"objective = {self.objective} needs packed rows; set stream = false")
         if self.objective != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
             raise ValueError("desirable_weight and undesirable_weight need objective = kto; set both to 1")
+        return self
+
+    @model_validator(mode="after")
+    def _patience_has_evaluations(self) -> Self:
+        if self.patience and self.stream:
+            raise ValueError("patience needs held-out rows, which a stream does not have; set patience = 0")
         return self
 
     @model_validator(mode="after")
@@ -309,7 +322,7 @@ class HFOptions(TrainOptions):
 
     @model_validator(mode="after")
     def _train_hf_can_do_it(self) -> Self:
-        for name in ("lora_rank", "quantize_base", "stream", "stop_after", "objective", "optimizer", "schedule"):
+        for name in NOT_IN_TRAIN_HF:
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(f"train_hf cannot use {name} = {str(value).lower()}; remove it, or use finetune_ddp")
         if self.arguments.get("fsdp") and self.device == "cpu":

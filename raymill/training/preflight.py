@@ -97,6 +97,10 @@ def check_packed(options: TrainOptions, task: Task = "supervised") -> Identity:
     check_task(options, manifest, task)
     config = load_config(options.model)
     check_data(options, manifest)
+    if options.patience and not manifest.eval.rows:
+        raise UserError(
+            f"patience needs evaluation rows, but {options.data} has none. Run preprocess with a larger --eval-share."
+        )
     check_model(options.model, config, manifest)
     weights_check.check(options.model)
     for note in filter(None, (packing_note(options.model, config), balance_note(options, manifest))):

@@ -48,7 +48,7 @@ def log_probabilities(
 def _write(file: str, values: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, logps=values)  # with a checksum
-    storage.write_bytes(file, buffer.getvalue())
+    storage.replace_bytes(file, buffer.getvalue())  # trials of `tune` may write the same file at once
 
 
 def _read(file: str, rows: int) -> np.ndarray | None:

@@ -29,7 +29,7 @@ HEIGHTS = (0.49, 0.17, 0.17, 0.17)
 MARKS = {"evaluation": "circle", "checkpoint": "diamond", "restart": "x"}
 SIZES = {"evaluation": 8, "checkpoint": 9, "restart": 13}
 GREY = "#777777"
-SHOWN = ("run", "steps", "loss", "best evaluation", "tokens/s", "time", "restarts")
+SHOWN = ("run", "steps", "loss", "best evaluation", "exported", "tokens/s", "time", "restarts")
 STEP, HOURS = "step", "hours since the first start"
 UNKNOWN = "—"
 
@@ -186,7 +186,8 @@ def _switch(curves: list[Curve]) -> dict[str, Any]:
 
 def _cells(run: History, price: Price) -> dict[str, str]:
     last, workers = run.rows[-1], run.attempts[-1].start
-    best = min(run.evaluations, key=lambda row: row["eval_loss"], default=None)
+    best = run.ranking.best(run.evaluations)
+    exported = {row["step"]: row for row in run.rows[:-1]}.get(run.export["step"]) if run.export else None
     mfu = [row["mfu"] for row in run.rows if "mfu" in row]
     gpu_hours, dollars = _cost(run, price)
     numbers = " → ".join(str(number) for number, _ in groupby(attempt.start["world_size"] for attempt in run.attempts))
@@ -194,9 +195,10 @@ def _cells(run: History, price: Price) -> dict[str, str]:
         "run": run.name,
         "strategy": f"{workers['strategy']}, {workers['precision']}",
         "workers": f"{numbers} × {workers['device'].removeprefix('NVIDIA ')}",
-        "steps": f"{last['step']:,}/{run.identity['steps']:,}",
+        "steps": f"{last['step']:,}/{run.identity['steps']:,}{', stopped early' if run.stopped_early else ''}",
         "loss": f"{last['loss']:.4f}",
-        "best evaluation": f"{best['eval_loss']:.4f} at {best['step']:,}" if best else UNKNOWN,
+        "best evaluation": _evaluation(run, best),
+        "exported": _evaluation(run, exported),
         "tokens/s": f"{statistics.median(row['tokens_per_s'] for row in run.rows):,.0f}",
         "MFU": f"{statistics.median(mfu):.1%}" if mfu else UNKNOWN,
         "time": str(timedelta(seconds=round(run.seconds))),
@@ -205,6 +207,15 @@ def _cells(run: History, price: Price) -> dict[str, str]:
         "GPU-hours": UNKNOWN if gpu_hours is None else f"{gpu_hours:,.2f}",
         "dollars": UNKNOWN if dollars is None else f"≈ {dollars:,.2f}",
     }
+
+
+def _evaluation(run: History, row: Line | None) -> str:
+    """Return the metric that ranks the run's checkpoints, at a step."""
+    if row is None:
+        return UNKNOWN
+    metric = run.ranking.metric
+    name = "" if metric == "eval_loss" else f"{metric.removeprefix('eval_')} "
+    return f"{name}{row[metric]:.4f} at {row['step']:,}" if metric in row else f"step {row['step']:,}"
 
 
 def _cost(run: History, price: Price) -> tuple[float | None, float | None]:

@@ -1,10 +1,12 @@
 """Reads and writes the files of a run, by path or URI."""
 
+import os
 import tempfile
+import uuid
 from pathlib import Path
 
 import pyarrow.fs
-from pyarrow.fs import FileSelector, FileSystem, FileType
+from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
 from raymill.output_lease import is_lease
 
@@ -35,6 +37,22 @@ def write_bytes(location: str, content: bytes) -> None:
     filesystem.create_dir(path.rpartition("/")[0])
     with filesystem.open_output_stream(path) as file:
         file.write(content)
+
+
+def replace_bytes(location: str, content: bytes) -> None:
+    """Write a file as a whole: no process reads half of it. Several processes may do so at once."""
+    filesystem, path = FileSystem.from_uri(location)
+    if not isinstance(filesystem, LocalFileSystem):
+        write_bytes(location, content)  # S3 shows an object once it is whole
+        return
+    folder, _, name = path.rpartition("/")
+    partial = f"{folder}/.{name}.{uuid.uuid4().hex}"
+    try:
+        write_bytes(partial, content)
+        os.replace(partial, path)
+    except BaseException:
+        delete_file(partial)
+        raise
 
 
 def delete_file(location: str) -> None:

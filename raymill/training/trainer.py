@@ -25,12 +25,13 @@ from raymill.training import (
     reference,
     weights_check,
 )
-from raymill.training.collectives import any_rank, total
+from raymill.training.collectives import any_rank, largest, total
 from raymill.training.dataset import Batch, PackedRows, read_manifest
 from raymill.training.meter import Diverged, Meter
 from raymill.training.metric_logger import MetricLogger
 from raymill.training.options import TrainOptions
-from raymill.training.runtimes.runtime import Metrics, Runtime
+from raymill.training.ranking import WORST, Best
+from raymill.training.runtimes.runtime import SCORE, Metrics, Runtime
 from raymill.training.schedule import spread
 from raymill.training.storage import RunFolder
 from raymill.training.strategy import MakeStrategy, Strategy
@@ -106,6 +107,8 @@ def train(
 ) -> None:
     """Train up to `options.last_step`, from the run's last checkpoint or from the base model, and export the model.
 
+    With `patience`, training may stop earlier, and the best checkpoint is exported.
+
     Args:
         options: the options, with absolute paths or URIs.
         stream: the training rows. None: the packed rows in `options.data`.
@@ -155,9 +158,26 @@ class Trainer:
             self._add_reference()  # while the strategy still holds the base model
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
         checkpoints.refuse_full_disk(self.strategy, runtime, options.output)
-        self.done = self.saved = checkpoints.restore(self.strategy, runtime)
+        self._restore()
         self.log_interval = 1  # in steps; adjusted once the duration of a step is known
-        self.metric_logger = MetricLogger(self.folder, options, runtime, self.done) if runtime.rank == 0 else None
+        self.metric_logger = (
+            MetricLogger(self.folder, self.options, runtime, self.done, self.objective.ranking)
+            if runtime.rank == 0
+            else None
+        )
+
+    def _restore(self) -> None:
+        """Load the newest checkpoint, if there is one. A run that has stopped early has no more steps."""
+        state = checkpoints.restore(self.strategy, self.runtime)
+        self.done = self.saved = state.step if state else 0
+        self.best = state.best if state else Best()
+        if self.options.patience and not self.best:
+            raise UserError(
+                f"the checkpoint of step {self.done} does not say which one is the best, because an older version of "
+                "Raymill saved it. Resume the run with --patience 0, or start over with --fresh."
+            )
+        if self._has_stopped_early():
+            self.options = self.options.model_copy(update={"stop_after": self.done})
 
     def _add_reference(self) -> None:
         """Add the log-probabilities of the base model to the rows."""
@@ -171,18 +191,28 @@ class Trainer:
 
     def fit(self) -> None:
         """Run the remaining steps and export the model. If the run is asked to stop, nothing is exported."""
-        options = self.options
+        options, trains = self.options, self.done < self.options.last_step
         if self.metric_logger:
             print(self._description(), flush=True)
             for note in self.notes:
                 print(note, flush=True)
-        if self.done < options.last_step:
+        if trains:
             self._refuse_failing_export()
             checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
         if self.evaluation and not self.done:
             self._evaluate_at_start(self.evaluation)
+        if not self._train():
+            self._export()
+        self.runtime.wait()
+        if self.metric_logger and trains:
+            self.metric_logger.end(self.saved)
+            self.folder.publish()
+
+    def _train(self) -> bool:
+        """Run the remaining steps. Return whether the run was asked to stop."""
+        options, first = self.options, self.done + 1
+        random_state = checkpoints.random_state(self.runtime.device)
         self.meter.restart()
-        first, random_state = self.done + 1, checkpoints.random_state(self.runtime.device)
         for step in range(first, options.last_step + 1):
             self.step(step)
             if step == first:
@@ -194,13 +224,20 @@ class Trainer:
             evaluates = saves or step % options.eval_every == 0
             is_due = evaluates or step % self.log_interval == 0
             if is_due and self._log_and_save(evaluates, saves):
+                return True
+            if self._has_stopped_early():
+                self._say(f"stopped early after step {step}: {self._why()}")
                 break
-        else:
-            self._export()
-        self.runtime.wait()
-        if self.metric_logger and self.done < options.last_step:
-            self.metric_logger.end(self.saved)
-            self.folder.publish()
+        return False
+
+    def _has_stopped_early(self) -> bool:
+        options = self.options
+        return bool(self.best and 0 < options.patience <= self.best.since and self.saved < options.steps)
+
+    def _why(self) -> str:
+        if not (self.best and self.best.step):
+            return f"no evaluation had a finite {self.objective.best_metric}"
+        return f"no checkpoint is better than that of {self._best()}, and patience = {self.options.patience}"
 
     def _refuse_random_model(self, before: dict[str, torch.Tensor]) -> None:
         """Raise UserError if a step drew random numbers, but its objective compares log-probabilities."""
@@ -216,6 +253,8 @@ class Trainer:
         start = f"resumed after step {self.done}" if self.done else "from the start"
         if self.done >= options.last_step:
             start = f"already trained to step {self.done}: --fresh starts over"
+        if self._has_stopped_early():
+            start = f"stopped early after step {self.done}: {self._why()}; a larger --patience continues"
         passes = "1 pass" if self.plan.accumulation == 1 else f"{self.plan.accumulation} passes"
         return (
             f"{options.name}: {self._size()}, {options.strategy} on {workers} x {self.runtime.device.type} "
@@ -269,13 +308,27 @@ class Trainer:
             self.metric_logger.write(rows, self.meter.seconds_per_step)
         if saves or stops or self._machine_is_leaving(rows[-1]):
             started = time.monotonic()
-            checkpoints.save(self.strategy, self.runtime, rows[-1], self.options.output)
+            scored = rows[-1] | {SCORE: self._count(rows[-1])}
+            checkpoints.save(self.strategy, self.runtime, scored, self.options.output, self.best)
             self.saved = int(rows[-1]["step"])
             if self.metric_logger:
                 self.metric_logger.checkpoint(self.saved, time.monotonic() - started)
             self.folder.publish()
         self.meter.restart()
         return stops
+
+    def _count(self, row: Metrics) -> float:
+        """Compare a new checkpoint with the best one, and return its score. All ranks get the same one.
+
+        Only regular checkpoints count, so that an interrupted run stops at the same step and exports the same weights.
+        """
+        step, options = int(row["step"]), self.options
+        if step % options.checkpoint_every and step != options.steps:
+            return WORST
+        score = kept_by = largest(self.objective.ranking.score(row), self.runtime.device)
+        if self.best:
+            kept_by, self.best = self.best.rank(score), self.best.after(step, score)
+        return kept_by
 
     def _read_meter(self) -> list[Metrics]:
         """Return the metrics of the steps since the last call.
@@ -348,11 +401,13 @@ class Trainer:
             )
 
     def _export(self) -> None:
-        """Export the model.
+        """Export the model: with `patience`, that of the best checkpoint.
 
         Raises:
-            UserError: the export failed. All ranks raise it after the last checkpoint is stored.
+            UserError: the best checkpoint cannot be loaded, or the export failed. All ranks raise it after the last
+                checkpoint is stored.
         """
+        step = self._load_best() if self.options.patience else self.saved
 
         def export() -> None:
             model_io.export(self.strategy, self._tokenizer(), self.source.eos_ids, self.folder.path, self.options)
@@ -364,7 +419,33 @@ class Trainer:
                 f"the model is trained, but its export failed ({reason}). Its checkpoint of step {self.saved} is "
                 f"complete: correct this, then run the same command {again} to export without training."
             )
+        if self.metric_logger:
+            self.metric_logger.export(step, self._has_stopped_early())
         self.folder.publish()
+
+    def _load_best(self) -> int:
+        """Load the best checkpoint, and return its step."""
+        best = self.best or Best()
+        if not best.since and not best.step:
+            self._say(f"note: there is no regular checkpoint yet, so the model of step {self.saved} is exported")
+            return self.saved
+        self.runtime.wait()
+        last = f"To export the last checkpoint, add --patience 0 --stop-after {self.saved}."
+        if not best.step:
+            metric = self.objective.best_metric
+            raise UserError(f"no checkpoint is the best one, because no evaluation had a finite {metric}. {last}")
+        self._say(f"exporting the best checkpoint: {self._best()}")
+        if best.step != self.saved and not checkpoints.load(self.strategy, self.runtime, best.step):
+            raise UserError(f"the best checkpoint, that of step {best.step}, is missing or damaged. {last}")
+        return best.step
+
+    def _best(self) -> str:
+        best = self.best or Best()
+        return f"step {best.step} ({self.objective.ranking.describe(best.score)})"
+
+    def _say(self, sentence: str) -> None:
+        if self.runtime.rank == 0:
+            print(sentence, flush=True)
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         return load_tokenizer(self.options.model, self.source.chat_template)

@@ -49,6 +49,12 @@ class TuneOptions(TrainOptions):
     factor 3, one in three trials continues each time."""
 
     @model_validator(mode="after")
+    def _only_trials_stop_early(self) -> Self:
+        if self.patience:
+            raise ValueError("tune compares its trials to stop them early, without patience; set patience = 0")
+        return self
+
+    @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:
         if not self.steps:
             raise ValueError("tune counts in steps, not in epochs; set steps")

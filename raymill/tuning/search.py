@@ -25,6 +25,7 @@ from raymill.job_context import JobContext
 from raymill.ray_support import capacity, gang
 from raymill.training import launch, preflight
 from raymill.training.dataset import read_manifest
+from raymill.training.objectives import Objective
 from raymill.training.options import TrainOptions
 from raymill.training.schedule import check_batches
 from raymill.training.strategy import MakeStrategy
@@ -39,7 +40,7 @@ def check(options: TuneOptions) -> preflight.Identity:
         raise UserError("tune reads preprocessed rows. Leave out --stream, and run preprocess first.")
     for rows in options.global_batches or (options.global_batch_rows,):
         check_batches(rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-    identity = preflight.check_packed(options, _script(options).STRATEGY.make_objective(options).task)
+    identity = preflight.check_packed(options, _objective(options).task)
     if not read_manifest(options.data).eval.rows:
         raise UserError(f"{options.data} has no evaluation rows. Run preprocess with a larger --eval-share.")
     rates = options.learning_rates
@@ -116,10 +117,11 @@ def run(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
 
 def scheduler(options: TuneOptions, trials: Sequence[Trial]) -> ASHAScheduler:
     """Return an ASHA scheduler that knows the results of the trials that have ended."""
+    ranking = _objective(options).ranking
     asha = ASHAScheduler(
         time_attr="step",
-        metric="eval_loss",
-        mode="min",
+        metric=ranking.metric,
+        mode=ranking.mode,
         grace_period=options.grace_steps,
         reduction_factor=options.reduction_factor,
         max_t=options.steps - 1,  # stopping a trial at its last step would save nothing
@@ -129,7 +131,7 @@ def scheduler(options: TuneOptions, trials: Sequence[Trial]) -> ASHAScheduler:
         if trial.ended:
             stand_in = SimpleNamespace(trial_id=trial.name)
             asha.on_trial_add(None, stand_in)
-            for line in trial_store.curve(options.folder, trial.name):
+            for line in trial_store.outcome(options.folder, trial).curve:
                 asha.on_trial_result(None, stand_in, line)
     return asha
 
@@ -153,13 +155,18 @@ def _script(options: TuneOptions) -> ModuleType:
     return script
 
 
+def _objective(options: TuneOptions) -> Objective:
+    return _script(options).STRATEGY.make_objective(options)
+
+
 def _run_trial(
     config: dict[str, str], strategy: MakeStrategy, runs: dict[str, TrainOptions], zone: dict[str, str] | None
 ) -> dict[str, str] | None:
     """Run a trial. Tune calls this function. Return a user error instead of raising it."""
     options = runs[config["trial"]]
     os.environ |= JobContext(gang_selector=json.dumps(zone) if zone else None).variables()
-    for line in trial_store.curve(options.output, options.name):  # evaluations before a restart
+    earlier = trial_store.outcome(options.output, Trial(options.name, {}))
+    for line in earlier.curve:  # evaluations before a restart
         tune.report(line)
     try:
         launch.fit(options, strategy)
@@ -184,12 +191,12 @@ class TrialRecorder(tune.Callback):
         if message and not diverged:
             self._fail(ours, message)
             return
-        outcome = trial_store.Outcome(ours, trial_store.curve(self._folder, ours.name))
+        outcome = trial_store.outcome(self._folder, ours)
         stopped = f"stopped at step {step}"  # its workers may have done a few more steps
         ours.ended = diverged[0] if diverged else stopped if step < self._steps else "all steps"
         trial_store.save(self._folder, list(self._trials.values()))
-        loss = f"evaluation loss {outcome.loss:.4f} after {outcome.steps} steps, " if outcome.curve else ""
-        self._print(ours, loss + ours.ended)
+        best = f"{outcome.ranking.title} {outcome.best} after {outcome.steps} steps, " if outcome.curve else ""
+        self._print(ours, best + ours.ended)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._fail(self._trials[trial.config["trial"]], "its traceback is above")

@@ -1,7 +1,6 @@
 """Stores the trials of a search in its folder, and shows them as a table and a plot."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -10,8 +9,9 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from raymill import state_files
-from raymill.training import storage
-from raymill.training.history import Line, lines
+from raymill.training import history, storage
+from raymill.training.history import Line
+from raymill.training.ranking import WORST, Ranking
 from raymill.training.storage import RunFolder
 
 FILE, PLOT = "trials.json", "trials.png"
@@ -39,15 +39,23 @@ class Outcome(NamedTuple):
     trial: Trial
     curve: list[Line]
     """The trial's evaluations, by step."""
+    ranking: Ranking = Ranking()
+    """Which evaluation is the best."""
 
     @property
     def steps(self) -> int:
         return self.curve[-1]["step"] if self.curve else 0
 
     @property
-    def loss(self) -> float:
-        """The lowest evaluation loss, in nats per token. Infinite if there is no evaluation."""
-        return min((line["eval_loss"] for line in self.curve), default=math.inf)
+    def best(self) -> str:
+        """The best value of the metric that ranks trials."""
+        best = self.ranking.best(self.curve)
+        return f"{best[self.ranking.metric]:.4f}" if best else "-"
+
+    @property
+    def score(self) -> float:
+        """A number that is smaller for a better trial. WORST if there is no evaluation."""
+        return min(map(self.ranking.score, self.curve), default=WORST)
 
 
 def load(folder: str, drawn: Sequence[dict[str, float]]) -> list[Trial]:
@@ -69,15 +77,19 @@ def save(folder: str, trials: Sequence[Trial]) -> None:
     storage.write_text(f"{folder}/{FILE}", json.dumps([asdict(trial) for trial in trials], indent=2) + "\n")
 
 
-def curve(folder: str, name: str) -> list[Line]:
-    """Return the evaluations of a trial so far, except those with a loss that is not finite."""
-    text = storage.read_text(f"{folder}/{name}/metrics.jsonl") or ""
-    return [line for line in lines(text) if line["step"] and math.isfinite(line.get("eval_loss", math.nan))]
+def outcome(folder: str, trial: Trial) -> Outcome:
+    """Return the result of a trial so far, without evaluations in which the metric that ranks trials is not finite."""
+    logged, events = (
+        list(history.lines(storage.read_text(f"{folder}/{trial.name}/{file}") or ""))
+        for file in ("metrics.jsonl", "events.jsonl")
+    )
+    ranking = history.ranking(events)
+    return Outcome(trial, [line for line in logged if line["step"] and ranking.score(line) < WORST], ranking)
 
 
 def ranked(folder: str, trials: Sequence[Trial]) -> list[Outcome]:
     """Return the results of the trials, best first."""
-    return sorted((Outcome(trial, curve(folder, trial.name)) for trial in trials), key=lambda outcome: outcome.loss)
+    return sorted((outcome(folder, trial) for trial in trials), key=lambda outcome: outcome.score)
 
 
 def delete_weights(folder: str, trials: Sequence[Trial]) -> None:
@@ -90,29 +102,30 @@ def delete_weights(folder: str, trials: Sequence[Trial]) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with the settings, steps and lowest evaluation loss of each trial, and how it ended."""
+    """Return a table with the settings, steps and best evaluation of each trial, and how it ended."""
     keys = list(outcomes[0].trial.settings)
     shown = Table(box=None)
     shown.add_column("trial")
-    for column in (*keys, "steps", "evaluation loss"):
+    for column in (*keys, "steps", outcomes[0].ranking.title):
         shown.add_column(column, justify="right")
     shown.add_column("ended")
     for outcome in outcomes:
         trial = outcome.trial
-        numbers = [f"{trial.settings[key]:g}" for key in keys] + [f"{outcome.steps}", f"{outcome.loss:.4f}"]
+        numbers = [f"{trial.settings[key]:g}" for key in keys] + [f"{outcome.steps}", outcome.best]
         shown.add_row(trial.name, *numbers, trial.ended or "not yet")
     return shown
 
 
 def plot(folder: str, outcomes: Sequence[Outcome]) -> str:
-    """Plot the evaluation loss of each trial against the step. The best trial has a thick line. Return the path."""
+    """Plot the evaluations of each trial against the step. The best trial has a thick line. Return the path."""
+    ranking = outcomes[0].ranking
     figure = Figure(figsize=(9, 5))
     axes = figure.subplots()
     for outcome in outcomes:
-        steps, losses = ([line[key] for line in outcome.curve] for key in ("step", "eval_loss"))
+        steps, values = ([line[key] for line in outcome.curve] for key in ("step", ranking.metric))
         width = 3 if outcome is outcomes[0] else 1
-        axes.plot(steps, losses, "o-", linewidth=width, markersize=3, label=outcome.trial.description())
-    axes.set(xlabel="step", ylabel="evaluation loss per token (nats)", yscale="log")
+        axes.plot(steps, values, "o-", linewidth=width, markersize=3, label=outcome.trial.description())
+    axes.set(xlabel="step", ylabel=ranking.title, yscale="log" if ranking == Ranking() else "linear")
     axes.legend(fontsize="x-small")
     run_folder = RunFolder(folder)
     figure.savefig(run_folder.path / PLOT, dpi=120, bbox_inches="tight")

@@ -21,6 +21,7 @@ from raymill.training import history, preflight, report, storage, trainer
 from raymill.training.ddp import DDP
 from raymill.training.metric_logger import MetricLogger
 from raymill.training.options import DDPOptions
+from raymill.training.ranking import Ranking
 from raymill.training.runtimes.runtime import SingleProcess
 from raymill.training.storage import RunFolder
 
@@ -33,14 +34,24 @@ def output(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
     return str(tmp_path) if request.param == "path" else f"{s3}/{tmp_path.name}"
 
 
-def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: bool = False, **options: Any) -> None:
+def train(
+    output: str,
+    name: str,
+    *,
+    done: int = 0,
+    until: int = STEPS,
+    killed: bool = False,
+    ranking: Ranking | None = None,
+    **options: Any,
+) -> None:
     """Call MetricLogger as the trainer does, for the steps after `done` up to `until`."""
     train_options = settings.load(DDPOptions, "train", profile="local").model_copy(
         update={"output": output, "name": name, "steps": STEPS, "data": "/nowhere"} | options
     )
     preflight.claim(train_options, preflight_identity(train_options))
     folder = RunFolder(f"{output}/{name}")
-    logger = MetricLogger(folder, train_options, SingleProcess(Path("unused"), torch.device("cpu"), 1), done)
+    process = SingleProcess(Path("unused"), torch.device("cpu"), 1)
+    logger = MetricLogger(folder, train_options, process, done, ranking or Ranking())
     for step in range(done + 1, until + 1):
         row = {
             "step": step,
@@ -152,9 +163,9 @@ def test_the_loop_records_its_checkpoints_and_its_end(assets: Path, tmp_path: Pa
         process = SingleProcess(tmp_path / options.name, torch.device("cpu"), options.keep_checkpoints)
         trainer.train(options.model_copy(update={"stop_after": stop}), process, DDP)
     (run,) = history.read_all(str(tmp_path), [options.name])
-    first = [("start", 0), ("checkpoint", 2), ("checkpoint", 3), ("end", 3)]
+    first = [("start", 0), ("checkpoint", 2), ("checkpoint", 3), ("export", 3), ("end", 3)]
     events = [(event["event"], event["step"]) for event in run.events]
-    assert events == [*first, ("start", 3), ("checkpoint", 4), ("checkpoint", 6), ("end", 6)]
+    assert events == [*first, ("start", 3), ("checkpoint", 4), ("checkpoint", 6), ("export", 6), ("end", 6)]
     workers = {"world_size": 1, "strategy": "ddp", "device": "cpu", "precision": "fp32"}
     assert all(workers.items() <= attempt.start.items() for attempt in run.attempts)
     assert [row["time"] for row in run.rows] == sorted(row["time"] for row in run.rows)

@@ -1,5 +1,6 @@
 """Test the `tune` job on the shared Ray instance: it finds good settings, stops bad trials early, and resumes."""
 
+import io
 import json
 import tomllib
 from pathlib import Path
@@ -7,16 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import packed_rows
+import preprocess_job
 import pytest
 from pydantic import ValidationError
 from ray.tune.schedulers import TrialScheduler
+from rich.console import Console
 
-from jobs import finetune_ddp, tune
+from jobs import finetune_ddp, preprocess, tune
 from raymill import settings
 from raymill.errors import UserError
 from raymill.ray_support import gang
 from raymill.training.ddp import DDP
-from raymill.training.options import DDPOptions
+from raymill.training.objectives import DPO, Objective
+from raymill.training.options import DDPOptions, TrainOptions
 from raymill.training.schedule import check_batches
 from raymill.tuning import search, trials
 from raymill.tuning.options import TuneOptions
@@ -86,7 +90,7 @@ def test_good_settings_are_found_and_a_later_start_adds_trials(
     learned, idle = _trials(changes)
     assert _starts(changes, learned.trial) == before, "a trial that has ended must not run again"
     assert learned.steps == 12
-    assert learned.loss < idle.loss
+    assert learned.score < idle.score
     assert idle.trial.ended == "stopped at step 4"
     assert {name for name in _names(changes, first.trial) if name.startswith(trials.WEIGHTS)} == set()
 
@@ -110,12 +114,75 @@ def test_earlier_results_count_in_a_later_start(changes: dict[str, Any], tmp_pat
     # step 0 is the base model, which is no result of a trial
     lines = [{"step": step, "eval_loss": 2.0 if step else 0.1} for step in (0, 4, 8, 12)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert search.trial_store.curve(options.folder, earlier.name) == lines[1:]
+    assert trials.outcome(options.folder, earlier).curve == lines[1:]
     for loss, decision in ((2.1, TrialScheduler.STOP), (1.9, TrialScheduler.CONTINUE)):
         asha = search.scheduler(options, [earlier])
         new = SimpleNamespace(trial_id="new")
         asha.on_trial_add(None, new)
         assert asha.on_trial_result(None, new, {"step": 4, "eval_loss": loss}) == decision
+
+
+class Accurate(DPO):
+    best_metric, best_mode = "eval_rewards/accuracies", "max"
+
+
+class ByAccuracy(DDP):
+    @staticmethod
+    def make_objective(options: TrainOptions) -> Objective:
+        return Accurate(options)
+
+
+def test_the_metric_of_the_objective_ranks_trials(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune_ddp, "STRATEGY", ByAccuracy)
+    options = _options(changes | {"output": str(tmp_path), "objective": "dpo"})
+    searched = [Trial(f"trial-{number:02d}", {"learning_rate": 1e-3}, "all steps") for number in (1, 2, 3)]
+    start = {"event": "start", "step": 0, "time": 0, "best_metric": Accurate.best_metric, "best_mode": "max"}
+    for trial, (loss, accuracy) in zip(searched, ((0.1, 0.5), (0.9, 0.9), (0.2, None)), strict=True):
+        folder = Path(options.folder, trial.name)
+        folder.mkdir(parents=True)
+        line = {"step": 4, "eval_loss": loss} | ({} if accuracy is None else {Accurate.best_metric: accuracy})
+        (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        (folder / "events.jsonl").write_text(json.dumps(start) + "\n")
+    outcomes = trials.ranked(options.folder, searched)
+    assert [outcome.trial.name for outcome in outcomes] == ["trial-02", "trial-01", "trial-03"]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(trials.table(outcomes))
+    header, first, *_, last = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "evaluation rewards/accuracies" in header
+    assert "0.9000" in first
+    assert last.split()[3] == "-", "a trial without the metric is the last one"
+    trials.plot(options.folder, outcomes)
+    for accuracy, decision in ((0.7, TrialScheduler.STOP), (0.95, TrialScheduler.CONTINUE)):
+        asha = search.scheduler(options, searched)
+        new = SimpleNamespace(trial_id="new")
+        asha.on_trial_add(None, new)
+        result = {"step": 4, "eval_loss": accuracy, Accurate.best_metric: accuracy}
+        assert asha.on_trial_result(None, new, result) == decision
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("ray_session")
+def test_trials_of_pairs_share_the_reference(
+    changes: dict[str, Any], assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": f"What is number {n}?", "chosen": f"It is {n}. " + "Sure. " * (n % 5), "rejected": "No idea. "}
+        for n in range(150)
+    ]
+    made = {"input": str(preprocess_job.write_rows(tmp_path / "rows.jsonl", rows)), "task": "preference"}
+    preprocess.main(preprocess_job.options(assets, tmp_path, **made, model=changes["model"], eval_share=0.1))
+    pairs = changes | {"name": "pairs", "data": str(tmp_path / "packed"), "objective": "dpo"}
+    rates = {"low": 1e-4, "high": 1e-2}
+    tune.main(_options(pairs | {"trials": 2, "trials_at_once": 2, "steps": 8, "learning_rates": rates}))
+    found = _trials(pairs)
+    assert all(outcome.trial.ended for outcome in found)
+    assert all(line[Accurate.best_metric] >= 0 for outcome in found for line in outcome.curve)
+    assert len(list((tmp_path / "packed" / "reference").iterdir())) == 2, "one file for each split"
+    best, other = trials.ranked(f"{changes['output']}/pairs", [outcome.trial for outcome in found])
+    assert best.score < other.score
+    assert f"evaluation loss {best.best} after {best.steps} steps" in capsys.readouterr().out
 
 
 def test_divergence_ends_a_trial_and_other_failures_do_not(
@@ -199,9 +266,9 @@ def _options(changes: dict[str, Any]) -> TuneOptions:
 
 def _trials(changes: dict[str, Any]) -> list[Outcome]:
     """Return the trials that the search has saved, with their curves."""
-    folder = Path(changes["output"], "tune")
+    folder = Path(changes["output"], changes.get("name", "tune"))
     saved = [Trial(**fields) for fields in json.loads((folder / trials.FILE).read_text())]
-    return [Outcome(trial, trials.curve(str(folder), trial.name)) for trial in saved]
+    return [trials.outcome(str(folder), trial) for trial in saved]
 
 
 def _names(changes: dict[str, Any], trial: Trial) -> list[str]:

@@ -37,17 +37,13 @@ from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS, is_in_trial
 from raymill.state_files import DamagedFile
 from raymill.training import failures, optimizers, preflight, storage, transport, weights_check
 from raymill.training.options import TrainOptions
-from raymill.training.runtimes.runtime import Metrics, WriteCheckpoint
+from raymill.training.runtimes.runtime import SCORE, Metrics, WriteCheckpoint
 from raymill.training.schedule import check_batches
 from raymill.training.strategy import MakeStrategy
 from raymill.training.trainer import train
 
 SPOT_NOTICE_S = 120
 """How long before it takes back a spot machine AWS gives notice."""
-
-SCORE = "checkpoint_score"
-"""Metric by which Ray keeps the best checkpoints: the evaluation loss. Checkpoints that were not evaluated come last,
-the newest of them first."""
 
 
 class RayTrainRuntime:
@@ -61,7 +57,6 @@ class RayTrainRuntime:
         self.device = torch.device("cpu") if device == "cpu" else get_device()
         self._storage = context.get_storage()
         reported = ray.train.get_all_reported_checkpoints()
-        self._reported = sorted(reported, key=lambda checkpoint: checkpoint.metrics["step"], reverse=True)
         self._names = {Path(report.checkpoint.path).name for report in reported}
         self._stored = threading.Event()
         self._stored.set()
@@ -104,7 +99,7 @@ class RayTrainRuntime:
             return stored
 
         ray.train.report(
-            metrics | {SCORE: metrics.get("eval_loss", sys.float_info.max)},
+            metrics,
             checkpoint=Checkpoint.from_directory(self.scratch),
             checkpoint_dir_name=self._new_name(int(metrics["step"])),
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
@@ -126,10 +121,12 @@ class RayTrainRuntime:
     def wait(self) -> None:
         self._stored.wait()
 
-    def checkpoints(self) -> Iterator[Path]:
-        for reported in self._reported:
-            with reported.checkpoint.as_directory() as folder:
-                yield Path(folder)
+    def checkpoints(self, step: int | None = None) -> Iterator[Path]:
+        all_steps = ray.train.get_all_reported_checkpoints()  # waits until Ray has listed what this rank reported
+        for reported in sorted(all_steps, key=lambda checkpoint: checkpoint.metrics["step"], reverse=True):
+            if step in (None, reported.metrics["step"]):
+                with reported.checkpoint.as_directory() as folder:
+                    yield Path(folder)
 
     def should_stop(self) -> bool:
         """Return False, because Ray ends workers without asking. The next start resumes from the last checkpoint."""

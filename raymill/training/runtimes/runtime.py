@@ -1,7 +1,6 @@
 """The `Runtime` interface between the trainer and Ray Train, torchrun or a single process."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,12 +11,17 @@ import torch
 from torch import nn
 
 from raymill import state_files
+from raymill.training.ranking import Ranking
 
 METRICS = "metrics.json"
 """Name of the file in a checkpoint's folder that holds the metrics of its step."""
 
 Metrics = dict[str, float]
 """Numbers that describe one step, by name."""
+
+SCORE = "checkpoint_score"
+"""The metric by which a runtime keeps the best checkpoints: smaller numbers are better. A checkpoint that a run without
+interruptions would not have has the number WORST."""
 
 WriteCheckpoint = Callable[[Path], None]
 """Writes this rank's part of a checkpoint to an empty folder. If the strategy has copied the state, another thread may
@@ -51,15 +55,18 @@ class Runtime(Protocol):
         ...
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
-        """Start storing a checkpoint of all ranks. The checkpoint can be loaded once it is complete."""
+        """Start storing a checkpoint of all ranks. It can be loaded once it is complete. `metrics` include SCORE."""
         ...
 
     def wait(self) -> None:
         """Wait until the reported checkpoint is stored."""
         ...
 
-    def checkpoints(self) -> Iterator[Path]:
-        """Yield the folders of the stored checkpoints, newest first. Each holds the parts of all ranks."""
+    def checkpoints(self, step: int | None = None) -> Iterator[Path]:
+        """Yield the folders of the stored checkpoints, or only those of a step, newest first.
+
+        Each holds the parts of all ranks.
+        """
         ...
 
     def should_stop(self) -> bool:
@@ -102,8 +109,8 @@ class SingleProcess:
         if self._pending:
             self._pending.result()
 
-    def checkpoints(self) -> Iterator[Path]:
-        yield from sorted(self._folder.glob("step-*"), reverse=True)
+    def checkpoints(self, step: int | None = None) -> Iterator[Path]:
+        yield from sorted(self._folder.glob("step-*" if step is None else f"step-{step:08d}"), reverse=True)
 
     def should_stop(self) -> bool:
         return self.stop
@@ -124,14 +131,14 @@ class SingleProcess:
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete checkpoint, which `restore` skipped
         partial.rename(folder)
         last, *others = self.checkpoints()
-        for folder in sorted([last, *others], key=_evaluation_loss)[self._keep_checkpoints :]:
+        for folder in sorted([last, *others], key=_score)[self._keep_checkpoints :]:
             if folder != last:
                 # rename the folder first, so that a kill during the deletion leaves no broken checkpoint
                 shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}")))
 
 
-def _evaluation_loss(checkpoint: Path) -> float:
-    """Return the evaluation loss of a checkpoint, or infinity if it was not evaluated or its metrics are damaged."""
+def _score(checkpoint: Path) -> float:
+    """Return the score of a checkpoint, or WORST if its metrics are damaged."""
     file = checkpoint / METRICS
-    metrics = state_files.parse(file.read_bytes(), Metrics) if file.is_file() else None
-    return (metrics or {}).get("eval_loss", math.inf)
+    metrics = (state_files.parse(file.read_bytes(), Metrics) if file.is_file() else None) or {}
+    return metrics.get(SCORE, Ranking().score(metrics))  # older versions ranked by the evaluation loss
