@@ -21,6 +21,7 @@ from raymill.ray_support import model_cache
 from raymill.training import composite, objectives
 from raymill.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from raymill.training.packed_attention import model_inputs
+from raymill.training.pairs import pair_up
 
 Metric = Callable[[PreTrainedModel, Batch, torch.Tensor], tuple[float, float]]
 """A metric of the user: a function of a model, a batch of packed rows, and the model's logits for the batch, with the
@@ -120,8 +121,8 @@ def _logp(batch: Batch, logits: torch.Tensor, *, good: bool) -> tuple[float, flo
 def _compare(batch: Batch, logits: torch.Tensor, *, per_token: bool) -> tuple[float, float]:
     logps = objectives.document_sums(_logps(batch, logits), batch)
     tokens = objectives.document_tokens(batch)
-    pairs = objectives.pair_up(logps / tokens.clamp(min=1) if per_token else logps)
-    exist = objectives.pair_up(tokens).amin(-1) > 0
+    pairs = pair_up(logps / tokens.clamp(min=1) if per_token else logps)
+    exist = pair_up(tokens).amin(-1) > 0
     return float(((pairs[..., 0] > pairs[..., 1]) & exist).sum()), float(exist.sum())
 
 

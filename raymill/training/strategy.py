@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import PreTrainedModel
 
 from raymill.errors import UserError
-from raymill.training import objectives, optimizers
+from raymill.training import optimizers
 from raymill.training.collectives import is_equal, total
 from raymill.training.dataset import Batch
-from raymill.training.objectives import Objective
+from raymill.training.objectives import Objective, Supervised
+from raymill.training.objectives_by_name import OBJECTIVES
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Runtime, WriteCheckpoint
 from raymill.training.schedule import BatchPlan, learning_rate_at, peak_learning_rate
@@ -32,7 +33,7 @@ class Strategy(ABC):
     optimizer: torch.optim.Optimizer
     kept_values: float
     """`optimizer_values` of this model."""
-    objective: Objective = objectives.Supervised()
+    objective: Objective = Supervised()
     """The trainer sets it to what `make_objective` returns."""
     bounds_loss = True
     """Whether a loss above twice that of a uniform guess means that training has diverged. Set it to False
@@ -97,7 +98,7 @@ class Strategy(ABC):
     @staticmethod
     def make_objective(options: TrainOptions) -> Objective:
         """Return what training minimizes, by default the objective in the options."""
-        return objectives.make(options)
+        return OBJECTIVES[options.objective](options)
 
     def make_optimizer(self, model: PreTrainedModel, options: TrainOptions) -> torch.optim.Optimizer:
         """Return the optimizer of the trained parameters, by default that in the options."""

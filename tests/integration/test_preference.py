@@ -20,10 +20,12 @@ from jobs import preprocess
 from raymill import settings
 from raymill.errors import UserError
 from raymill.evaluation import scoring
-from raymill.training import objectives, preflight, reference
+from raymill.training import preflight, reference
 from raymill.training.dataset import PackedRows
 from raymill.training.ddp import DDP
+from raymill.training.objectives import Objective
 from raymill.training.options import DDPOptions, TrainOptions
+from raymill.training.pairs import DPO
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.2},
@@ -263,8 +265,8 @@ class OwnDPO(DDP):
     """An objective of a job's script, which `objective` in the options does not name."""
 
     @staticmethod
-    def make_objective(options: TrainOptions) -> objectives.Objective:
-        return objectives.DPO(options)
+    def make_objective(options: TrainOptions) -> Objective:
+        return DPO(options)
 
 
 class ScalarLoss(DDP):
@@ -290,7 +292,7 @@ def test_rows_for_another_task_are_refused(changes: dict[str, Any]) -> None:
     options = options_of(changes)
     with pytest.raises(UserError, match=r"packed for the task preference, .* Pack rows .*--task supervised"):
         preflight.check_packed(options.model_copy(update={"objective": "supervised"}))
-    preflight.check_packed(options, objectives.make(options).task)
+    preflight.check_packed(options, DDP.make_objective(options).task)
 
 
 @pytest.mark.parametrize(

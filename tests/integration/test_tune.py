@@ -19,8 +19,9 @@ from raymill import settings
 from raymill.errors import UserError
 from raymill.ray_support import gang
 from raymill.training.ddp import DDP
-from raymill.training.objectives import DPO, Objective
+from raymill.training.objectives import Objective
 from raymill.training.options import DDPOptions, TrainOptions
+from raymill.training.pairs import DPO
 from raymill.training.schedule import check_batches
 from raymill.tuning import search, trials
 from raymill.tuning.options import TuneOptions
