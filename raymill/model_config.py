@@ -17,6 +17,11 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config()
 
 
+def is_classifier(config: PreTrainedConfig) -> bool:
+    """Return whether the model gives scores to texts, such as a reward model, instead of writing them."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return the configuration of each layer of the text model. In Gemma 4, for example, the size of a head varies."""
     text = text_config(config)

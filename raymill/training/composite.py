@@ -13,27 +13,49 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
-from raymill.model_config import other_parts, text_config
+from raymill.model_config import is_classifier, other_parts, text_config
+from raymill.training import reward_config
 from raymill.training.parameters import numel
 
 
-def from_pretrained(location: str, **options: Any) -> PreTrainedModel:
-    """Return a causal language model with all its parts. The arguments are those of transformers' `from_pretrained`."""
-    return auto_class(AutoConfig.from_pretrained(location)).from_pretrained(location, **options)
+def from_pretrained(location: str, *, as_reward_model: bool = False, **options: Any) -> PreTrainedModel:
+    """Return a language model with all its parts. The other arguments are those of transformers' `from_pretrained`.
+
+    Args:
+        as_reward_model: whether to replace the output layer by a head for scores, if it is not a reward model yet.
+    """
+    config = AutoConfig.from_pretrained(location)
+    if not as_reward_model:
+        return auto_class(config).from_pretrained(location, **options)
+    config, verbosity = reward_config.from_config(location, config), logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # transformers would advise to train the new head
+    try:
+        return auto_class(config).from_pretrained(location, config=config, **options)
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that loads a causal language model with all its parts.
+    """Return the class of transformers that loads a language model with all its parts, or a reward model.
 
     `AutoModelForCausalLM` leaves out the vision tower of Qwen 3.5 and Llama 4, and does not know Mistral 3.
     """
+    if is_classifier(config):
+        return AutoModelForSequenceClassification
     text = text_config(config)
     is_composite = text is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     return AutoModelForMultimodalLM if is_composite and not text.is_encoder_decoder else AutoModelForCausalLM
+
+
+def output_layer(model: PreTrainedModel) -> Any:
+    """Return the layer that computes the logits or, in a reward model, the scores."""
+    return model.get_output_embeddings() or getattr(model, "score", None)
 
 
 def text_model(model: PreTrainedModel) -> nn.Module:
@@ -45,7 +67,7 @@ def without_text(model: PreTrainedModel) -> set[str]:
     """Return the names of the parameters that text does not reach, such as those of a vision tower."""
     if text_config(model.config) is model.config:
         return set()
-    parts = (text_model(model), model.get_input_embeddings(), model.get_output_embeddings())
+    parts = (text_model(model), model.get_input_embeddings(), output_layer(model))
     reached = {id(parameter) for parameter in chain.from_iterable(part.parameters() for part in parts)}
     return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
 

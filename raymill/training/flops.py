@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from raymill import instance_types
 from raymill.model_config import layer_configs, text_config
-from raymill.training.composite import without_text
+from raymill.training.composite import output_layer, without_text
 from raymill.training.parameters import numel
 
 EXPERT = re.compile(r"\.experts\.")
@@ -35,7 +35,7 @@ def compute_of(model: PreTrainedModel) -> Compute:
     attention layers here, because they have no matrix of attention scores.
     """
     text = text_config(model.config)
-    output, unreached = model.get_output_embeddings().weight, without_text(model)
+    output, unreached = output_layer(model).weight, without_text(model)
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(output)}
     active = frozen = 0.0
     for name, parameter in model.named_parameters():

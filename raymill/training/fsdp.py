@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from raymill.training import composite
 from raymill.training.checkpoint_check import FSDP_FOLDER
 from raymill.training.chunked_loss import uses_chunks
 from raymill.training.dataset import Batch
@@ -147,7 +148,7 @@ def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> tuple
 
     Tied weights belong to both layers. Liger's loss reads the weight of the output layer without calling the layer.
     """
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, output = model.get_input_embeddings(), composite.output_layer(model)
     if embedding.weight is output.weight:
         return [], []
     return [embedding], [] if options.liger and not uses_chunks(model) else [output]

@@ -30,7 +30,8 @@ class KTO(Objective):
     """
 
     task = "unpaired_preference"
-    has_token_losses = has_reference = has_baseline = True
+    output = "token_losses"
+    has_reference = has_baseline = True
     metrics = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
 
     def __init__(self, options: TrainOptions) -> None:

@@ -33,6 +33,7 @@ def merge(base: PreTrainedModel, adapter: Path, trained: dict[str, torch.Tensor]
 
     names = [name for name, _ in base.named_parameters()]
     PeftModel.from_pretrained(base, str(adapter))
+    _unwrap_whole_modules(base)
     layers = adapter_layers(base)
     _refuse_lost_parameters(base, set(names), layers, trained)
     refuse_tied_weights(base, layers)
@@ -43,9 +44,18 @@ def merge(base: PreTrainedModel, adapter: Path, trained: dict[str, torch.Tensor]
             base.set_submodule(module, _merge(layers.pop(module)))
             merged.add(module)
         parameter = base.get_parameter(name)
-        yield name, parameter.detach()
+        yield name, trained.get(name, parameter.detach())
         if module in merged:
             parameter.data = parameter.new_empty(0)
+
+
+def _unwrap_whole_modules(base: nn.Module) -> None:
+    """Replace modules by those that were trained as a whole, such as the head of a reward model."""
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, module in list(base.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            base.set_submodule(name, module.modules_to_save["default"])
 
 
 def adapter_layers(model: nn.Module) -> Layers:
@@ -75,7 +85,9 @@ def refuse_tied_weights(model: nn.Module, layers: Layers) -> None:
 def _refuse_lost_parameters(base: nn.Module, names: set[str], layers: Layers, trained: dict[str, torch.Tensor]) -> None:
     """Refuse unless the adapter layers hold exactly the trained parameters. peft would only warn."""
     in_layers = {id(parameter) for nested in layers.values() for layer in nested for parameter in layer.parameters()}
-    loaded = {name: value for name, value in base.named_parameters() if plain_name(name) not in names}
+    parameters = dict(base.named_parameters())
+    in_layers |= {id(parameters[name]) for name in names & trained.keys()}  # trained as a whole
+    loaded = {name: value for name, value in parameters.items() if plain_name(name) not in names or name in trained}
     lost = loaded.keys() ^ trained.keys() | {
         name
         for name, value in loaded.items()

@@ -24,17 +24,29 @@ from transformers.utils import (
 )
 
 from raymill.errors import UserError
-from raymill.model_config import text_config
+from raymill.model_config import is_classifier, text_config
 from raymill.ray_support import model_cache
-from raymill.training import chunked_loss, composite, lora_merge, packed_attention, weight_files
+from raymill.training import (
+    chunked_loss,
+    composite,
+    lora_merge,
+    packed_attention,
+    reward,
+    reward_config,
+    weight_files,
+    weights_check,
+)
+from raymill.training.objectives import Output
 from raymill.training.options import TrainOptions
 from raymill.training.token_losses import use_token_losses
 from raymill.training.weight_files import Weight
 
+PEFT_PREFIX = "base_model.model."
+"""Of the names in the files of adapters."""
 Options = TypeVar("Options", bound=TrainOptions)
 
 
-def load_model(options: TrainOptions, has_token_losses: bool = False) -> PreTrainedModel:
+def load_model(options: TrainOptions, output: Output = "loss") -> PreTrainedModel:
     """Return the model or, in the context of a strategy's `loading`, this rank's share of it.
 
     Weights that are trained are in fp32, whatever the `precision`.
@@ -42,22 +54,25 @@ def load_model(options: TrainOptions, has_token_losses: bool = False) -> PreTrai
     With LoRA, every linear layer that text reaches gets an adapter, except the output layer, and only the adapters are
     trained. The frozen weights have the data type of the computation, or 4 bits with `quantize_base`.
 
-    With `has_token_losses`, the model returns the loss of each token, and has no dropout.
+    With `output`, the model returns the loss of each token, or the score of each document, and has no dropout.
     """
     logging.disable_progress_bar()
-    model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
+    dtype = _compute_dtype(options) if options.lora_rank else torch.float32
+    model = _load(options, dtype, options.quantize_base, as_reward_model=output == "scores")
     composite.freeze(model)
     if options.device == "cuda" and options.precision == "bf16" and packed_attention.has_varlen(model):
         packed_attention.use_varlen(model)
     if options.liger:
         _use_liger(model)
-    if has_token_losses:
+    if output == "token_losses":
         use_token_losses(model)
-    elif options.chunked_loss and chunked_loss.has_chunks(model):
+    elif output == "loss" and options.chunked_loss and chunked_loss.has_chunks(model):
         chunked_loss.use_chunks(model)
     if options.lora_rank:
         _add_adapters(model, options)
-    if has_token_losses:
+    if output == "scores":
+        reward.use_scores(model, weights_check.stored_weight(options.model, reward_config.HEAD))
+    if output != "loss":
         _remove_dropout(model)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable(every_n_layers=options.gradient_checkpointing_interval)
@@ -138,12 +153,14 @@ def _targets(model: PreTrainedModel, options: TrainOptions) -> list[str]:
 def _not_adapted(model: PreTrainedModel) -> str | None:
     """Return a regular expression for the names of linear layers that get no adapter, or None if all get one.
 
-    These are the layers that text does not reach, and routers that return several tensors, such as Llama 4's.
+    These are the layers that text does not reach, routers that return several tensors, such as Llama 4's, and the head
+    of a reward model, which is trained as a whole.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     routers = [re.escape(name) for name, module in linear.items() if type(module).__name__.endswith("Router")]
+    heads = ["score"] if is_classifier(model.config) else []
     outside = composite.outside(model)
-    return "|".join([*([outside] if outside else []), *routers]) or None
+    return "|".join([*([outside] if outside else []), *routers, *heads]) or None
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -155,7 +172,9 @@ def _compute_dtype(options: TrainOptions) -> torch.dtype:
     return torch.bfloat16 if options.precision == "bf16" else torch.float32
 
 
-def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = False) -> PreTrainedModel:
+def _load(
+    options: TrainOptions, dtype: torch.dtype | str, quantized: bool = False, *, as_reward_model: bool
+) -> PreTrainedModel:
     """Load the model. With `quantized`, quantize its weights.
 
     Raises:
@@ -179,6 +198,7 @@ def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = Fal
         raise refusal
     model = composite.from_pretrained(
         folder,
+        as_reward_model=as_reward_model,
         dtype=dtype,
         attn_implementation=None,  # the fastest one that the model supports
         # with None, transformers would load the packed numbers of a quantized checkpoint as if they were weights
@@ -248,7 +268,8 @@ def export(
             trained = dict(weights)
             with _replaced(run_folder / "adapter") as folder:
                 _write_adapter(model, trained, folder, options)
-            model = _load(options, "auto")  # takes little main memory: weights of this data type are memory-mapped
+            # takes little main memory: weights of this data type are memory-mapped
+            model = _load(options, "auto", as_reward_model=is_classifier(model.config))
             weights = lora_merge.merge(model, run_folder / "adapter", trained)
         else:
             model, weights = _with_untrained(options, model, weights)
@@ -272,7 +293,7 @@ def _with_untrained(
     frozen = composite.without_text(model)
     if not frozen and not any(weight_files.saved_buffers(model)):
         return model, trained
-    base = _load(options, "auto")
+    base = _load(options, "auto", as_reward_model=is_classifier(model.config))
 
     def weights() -> Iterator[Weight]:
         for name, parameter in base.named_parameters():
@@ -298,6 +319,10 @@ def _write_adapter(
     model.hf_quantizer = quantizer
     adapters = model.peft_config["default"]
     adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
+    if is_classifier(model.config):
+        adapters.task_type, adapters.modules_to_save = "SEQ_CLS", ["score"]
+        head = {f"{PEFT_PREFIX}{name}": value for name, value in trained.items() if name == reward_config.HEAD}
+        weight_files.add(folder / weights_check.ADAPTER_WEIGHTS[0], head)
     adapters.save_pretrained(folder)
 
 
@@ -309,14 +334,17 @@ def _write_settings(
     options: TrainOptions,
 ) -> None:
     """Write everything but the weights."""
-    config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+    config, generation = copy.deepcopy(model.config), copy.deepcopy(getattr(model, "generation_config", None))
+    if is_classifier(config):
+        config.pad_token_id = reward_config.set_padding(tokenizer, eos_ids)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # `fully_shard` renames the class
     config.dtype = text_config(config).dtype = _compute_dtype(options)
     config.save_pretrained(folder)
-    if eos_ids:
+    if generation and eos_ids:
         generation.eos_token_id = eos_ids
-    # save_pretrained would refuse many published files, such as those with a temperature but without do_sample
-    generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+    if generation:
+        # save_pretrained would refuse many published files, such as those with a temperature but without do_sample
+        generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
     _copy_processor(model_cache.on_this_node(options.model), folder)
 

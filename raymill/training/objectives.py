@@ -16,6 +16,8 @@ from raymill.training.dataset import Batch, trained_tokens
 from raymill.training.packed_attention import model_inputs
 from raymill.training.ranking import Ranking
 
+Output = Literal["loss", "token_losses", "scores"]
+
 
 class Objective(ABC):
     """Sums over micro-batches, each with what it is divided by in the global batch.
@@ -28,8 +30,9 @@ class Objective(ABC):
     terms: tuple[str, ...] = ("loss",)
     """Names of the terms. Several are also logged one by one."""
     metrics: tuple[str, ...] = ()
-    has_token_losses = False
-    """Whether the model returns the loss of each token, and has no dropout."""
+    output: Output = "loss"
+    """What the model returns: its loss, the loss of each token, or the score of each document. Only the first one may
+    have dropout."""
     has_reference = False
     """Whether batches have `reference`: the log-probability of each document of `views` under the base model."""
     has_baseline = False

@@ -6,6 +6,7 @@ from raymill.training.kto import KTO
 from raymill.training.objectives import Objective, Supervised
 from raymill.training.options import ObjectiveName, TrainOptions
 from raymill.training.pairs import DPO, IPO, ORPO, RobustDPO, SimPO
+from raymill.training.reward import Reward
 
 OBJECTIVES: dict[ObjectiveName, Callable[[TrainOptions], Objective]] = {
     "supervised": lambda options: Supervised(),
@@ -15,4 +16,5 @@ OBJECTIVES: dict[ObjectiveName, Callable[[TrainOptions], Objective]] = {
     "simpo": SimPO,
     "orpo": ORPO,
     "kto": KTO,
+    "reward": Reward,
 }

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from raymill import optional
 from raymill.errors import UserError
+from raymill.training import composite
 from raymill.training.options import OptimizerName, TrainOptions
 from raymill.training.parameters import numel, shape_of
 
@@ -78,7 +79,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return the trained matrices, without those of embeddings and of the output layer."""
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    outer += [output] if (output := model.get_output_embeddings()) else []
+    outer += [output] if (output := composite.output_layer(model)) else []
     excluded = {id(module.weight) for module in outer}
     return [one for one in trained(model) if len(shape_of(one)) == 2 and id(one) not in excluded]
 

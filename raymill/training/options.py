@@ -8,7 +8,7 @@ from raymill.ray_support.workers import WorkerOptions
 from raymill.settings import inv
 from raymill.training.schedule import Schedule
 
-ObjectiveName = Literal["supervised", "dpo", "ipo", "robust", "simpo", "orpo", "kto"]
+ObjectiveName = Literal["supervised", "dpo", "ipo", "robust", "simpo", "orpo", "kto", "reward"]
 OptimizerName = Literal["adamw", "muon", "adamw_8bit"]
 OPTIMIZER_JOBS = {"muon": ("finetune_ddp", "finetune_fsdp"), "adamw_8bit": ("finetune_ddp", "finetune_fsdp")}
 """The only jobs that have these optimizers: ZeRO's parts of flattened parameters are no matrices."""
@@ -83,7 +83,8 @@ class TrainOptions(WorkerOptions):
 
     objective: ObjectiveName = "supervised"
     """What to minimize. supervised: the cross-entropy of answers. For pairs that `preprocess --task preference` packed:
-    dpo, ipo, robust, simpo, orpo. For answers that `preprocess --task unpaired_preference` packed: kto."""
+    dpo, ipo, robust, simpo, orpo, and reward, which trains a reward model. For answers that `preprocess --task
+    unpaired_preference` packed: kto."""
     beta: PositiveFloat = 0.1
     """The larger, the closer the model stays to the base model. In simpo, the scale of the rewards; in orpo, the weight
     of the odds ratio."""
@@ -173,6 +174,8 @@ class TrainOptions(WorkerOptions):
             raise ValueError(f"objective = {self.objective} compares models without dropout; set lora_dropout = 0")
         if self.objective != "supervised" and self.stream:
             raise ValueError(f"objective = {self.objective} needs packed rows; set stream = false")
+        if self.objective == "reward" and self.liger:
+            raise ValueError("liger = true has no kernels for reward models; set liger = false")
         if self.objective != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
             raise ValueError("desirable_weight and undesirable_weight need objective = kto; set both to 1")
         return self

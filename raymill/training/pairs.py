@@ -32,7 +32,7 @@ class Preference(Objective):
     """A loss of pairs. Documents 2 k and 2 k + 1 of a packed row are a chosen and a rejected answer."""
 
     task = "preference"
-    has_token_losses = True
+    output = "token_losses"
     metrics = (
         *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
         *("logps/chosen", "logps/rejected"),

@@ -21,6 +21,7 @@ from raymill.settings import inv
 from raymill.training import storage, weights_check
 from raymill.training.dataset import Manifest, TokenizerRecord, read_manifest
 from raymill.training.flops import carries_state
+from raymill.training.objectives import Objective, Supervised
 from raymill.training.options import TrainOptions
 from raymill.training.schedule import steps_of
 
@@ -91,10 +92,14 @@ def with_steps(options: Options) -> Options:
     return options.model_copy(update={"steps": steps_of(options.epochs, rows, options.global_batch_rows)})
 
 
-def check_packed(options: TrainOptions, task: Task = "supervised") -> Identity:
-    """Refuse packed data that does not fit the task and the model. Return the identity of the run."""
-    manifest = read_manifest(options.data)
-    check_task(options, manifest, task)
+def check_packed(options: TrainOptions, objective: Objective | None = None) -> Identity:
+    """Refuse packed data that does not fit the objective and the model. Return the identity of the run.
+
+    Args:
+        objective: what training minimizes. None: the cross-entropy of answers.
+    """
+    manifest, objective = read_manifest(options.data), objective or Supervised()
+    check_task(options, manifest, objective.task)
     config = load_config(options.model)
     check_data(options, manifest)
     if options.patience and not manifest.eval.rows:
@@ -102,7 +107,7 @@ def check_packed(options: TrainOptions, task: Task = "supervised") -> Identity:
             f"patience needs evaluation rows, but {options.data} has none. Run preprocess with a larger --eval-share."
         )
     check_model(options.model, config, manifest)
-    weights_check.check(options.model)
+    weights_check.check(options.model, as_reward_model=objective.output == "scores")
     for note in filter(None, (packing_note(options.model, config), balance_note(options, manifest))):
         print(note, flush=True)
     return identify(options, config, manifest.content_hash[:12])

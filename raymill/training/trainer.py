@@ -134,11 +134,11 @@ class Trainer:
         self.evaluation = None if stream else PackedRows(options.data, "eval")
         torch.manual_seed(options.seed)  # the same on all ranks, which must initialize adapters identically
         self.objective = make_strategy.make_objective(options)
-        if self.objective.has_token_losses and (options.lora_dropout or options.stream):
+        if self.objective.output != "loss" and (options.lora_dropout or options.stream):
             raise UserError("the objective needs packed rows and no dropout. Set stream = false and lora_dropout = 0.")
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
-            model = model_io.load_model(options, self.objective.has_token_losses)
+            model = model_io.load_model(options, self.objective.output)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
         has_own = make_strategy.make_optimizer is not Strategy.make_optimizer
         notes = (composite.note(model), "" if has_own else optimizers.note(model, options.optimizer))
@@ -242,9 +242,9 @@ class Trainer:
     def _refuse_random_model(self, before: dict[str, torch.Tensor]) -> None:
         """Raise UserError if a step drew random numbers, but its objective compares log-probabilities."""
         after = checkpoints.random_state(self.runtime.device)
-        if self.objective.has_token_losses and any(not torch.equal(before[name], after[name]) for name in before):
+        if self.objective.output != "loss" and any(not torch.equal(before[name], after[name]) for name in before):
             raise UserError(
-                f"{self.options.model} has dropout or noise that could not be turned off, so its log-probabilities "
+                f"{self.options.model} has dropout or noise that could not be turned off, so its answers "
                 "cannot be compared. Set it to 0 in config.json of a copy, and pass that as --model."
             )
 

@@ -7,7 +7,7 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -55,6 +55,11 @@ def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> No
         weight_map |= dict.fromkeys(names, file)
     metadata = {"total_parameters": parameters, "total_size": sum(sum(names.values()) for names in sizes)}
     (folder / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def add(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add tensors to a safetensors file."""
+    save_file(load_file(file) | {name: value.contiguous() for name, value in tensors.items()}, file, {"format": "pt"})
 
 
 def saved_buffers(model: PreTrainedModel) -> Iterator[Weight]:

@@ -22,8 +22,9 @@ from transformers.modeling_utils import LoadStateDictInfo
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from raymill.errors import UserError
+from raymill.model_config import is_classifier
 from raymill.ray_support import model_cache
-from raymill.training import composite
+from raymill.training import composite, reward_config
 
 LFS_POINTER = b"version https://git-lfs"
 PICKLED = "pytorch_model*.bin"
@@ -45,7 +46,7 @@ class BrokenFiles(Exception):
     """The files of a model are missing or incomplete. The message says which."""
 
 
-def check(model: str, auto_class: Any = None, *, is_encoder: bool = False) -> None:
+def check(model: str, auto_class: Any = None, *, is_encoder: bool = False, as_reward_model: bool = False) -> None:
     """Refuse a model whose files are incomplete or do not match its configuration.
 
     transformers decides, because it renames and merges weights while it loads them. It gets the names and shapes in the
@@ -56,13 +57,23 @@ def check(model: str, auto_class: Any = None, *, is_encoder: bool = False) -> No
         auto_class: The class that loads the model later. None: that of a causal language model with all its parts.
         is_encoder: Whether only the model's last hidden states are used. Then its files may lack the pooler, and may
             hold the heads with which it was trained.
+        as_reward_model: Whether the model is a reward model, or becomes one. Other models must write text.
 
     Raises:
         UserError: files or weights are missing, incomplete or unexpected.
     """
     location = _location(model)
     try:
-        problem = _problem_of_weights(location, _stored_weights(location), auto_class, is_encoder)
+        stored, config = _stored_weights(location), _config(location)
+        if is_classifier(config) and not (auto_class or as_reward_model):
+            raise UserError(
+                f"{model} is a classifier such as a reward model, which gives scores to texts and does not write any. "
+                "Pass a language model."
+            )
+        if as_reward_model:
+            config = reward_config.from_config(model, config)
+            stored = _with_head(stored, config)
+        problem = _problem_of_weights(config, stored, auto_class, is_encoder)
     except BrokenFiles as error:
         problem = str(error)
     if problem:
@@ -104,6 +115,8 @@ def problem_of_adapter(model: str, folder: Path, dtype: str = "float32") -> str:
                 return f"{name} has elements that are not finite in {dtype}"
             if (largest := converted.abs().max().item()) > MAX_ADAPTER_WEIGHT:
                 return f"{name} has an element of size {largest:.0e}, with which activations overflow"
+        if PeftConfig.from_pretrained(str(folder)).task_type == "SEQ_CLS":
+            return "it belongs to a reward model, which does not write text; use its merged model to score answers"
         if not model:
             return ""
         config = AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
@@ -139,6 +152,13 @@ def fingerprint(model: str) -> str:
                 for sample in pool.map(lambda place: source.read_at(SAMPLE_BYTES, place), places):
                     digest.update(sample)
     return digest.hexdigest()[:12]
+
+
+def stored_weight(model: str, name: str) -> torch.Tensor | None:
+    """Return a weight in the model's files, or None if they do not have it."""
+    folder = Path(_location(model_cache.on_this_node(model)))
+    tensors = (tensor for file in sorted(folder.iterdir()) for tensor in _tensors(file))
+    return next((value for key, value in tensors if key == name), None)
 
 
 def first_not_finite(model: str) -> str | None:
@@ -247,12 +267,26 @@ def _pickled_weights(folder: Path) -> Weights:
 # ---------------------------------------------------------------- weights
 
 
-def _problem_of_weights(location: str, weights: Weights, auto_class: Any, is_encoder: bool) -> str:
+def _config(location: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(model_cache.on_this_node(location, weights=False))
+    except Exception as error:  # of many types, for files that others wrote
+        raise BrokenFiles(f"transformers cannot load it ({_first_line(error)})") from None
+
+
+def _with_head(weights: Weights, config: PreTrainedConfig) -> Weights:
+    """Return the weights of a language model with a new head instead of the output layer."""
+    head = torch.empty((1, config.hidden_size), device="meta")
+    return {reward_config.HEAD: head} | {
+        name: value for name, value in weights.items() if not name.startswith("lm_head.")
+    }
+
+
+def _problem_of_weights(config: PreTrainedConfig, weights: Weights, auto_class: Any, is_encoder: bool) -> str:
     """Load `weights` into a model, and describe what transformers finds wrong. Return "" if nothing is."""
     failure = ""
     with _recorded_loading() as loaded:
         try:
-            config = AutoConfig.from_pretrained(model_cache.on_this_node(location, weights=False))
             config, is_packed = _without_bitsandbytes(config)
             with torch.device("meta"):
                 model = (auto_class or composite.auto_class(config)).from_config(config)

@@ -40,7 +40,7 @@ def check(options: TuneOptions) -> preflight.Identity:
         raise UserError("tune reads preprocessed rows. Leave out --stream, and run preprocess first.")
     for rows in options.global_batches or (options.global_batch_rows,):
         check_batches(rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-    identity = preflight.check_packed(options, _objective(options).task)
+    identity = preflight.check_packed(options, _objective(options))
     if not read_manifest(options.data).eval.rows:
         raise UserError(f"{options.data} has no evaluation rows. Run preprocess with a larger --eval-share.")
     rates = options.learning_rates

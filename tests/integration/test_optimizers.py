@@ -142,8 +142,9 @@ def test_shards_in_8_bits_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     options = settings.load(FSDPOptions, "train", "fsdp", profile="local").model_copy(
         update={"optimizer": "adamw_8bit"}
     )
+    monkeypatch.setattr(importlib.util, "find_spec", {"torchao": True}.get)
     optimizers.check_installed(options)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", {}.get)
     with pytest.raises(UserError, match=r"adamw_8bit with finetune_fsdp needs the package torchao, .* Add torchao to"):
         optimizers.check_installed(options)
     optimizers.check_installed(settings.load(DDPOptions, "train", profile="local"))

@@ -5,6 +5,7 @@ As under torchrun, each rank is a process. The processes are forked from one tha
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from raymill import settings
+from raymill import environment, settings
 from raymill.data.tokenization import NOT_TRAINED
 from raymill.training.dataset import Batch
 from raymill.training.ddp import DDP
@@ -256,8 +257,16 @@ def test_muon_agrees_with_one_process(way: str, changes: dict[str, Any]) -> None
     _assert_close(rows, single, MUON)
 
 
-def test_adamw_8bit_on_shards_resumes_bit_for_bit(changes: dict[str, Any], assets: Path, tmp_path: Path) -> None:
+@pytest.mark.nightly  # installs torchao
+def test_adamw_8bit_on_shards_resumes_bit_for_bit(
+    changes: dict[str, Any], assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With shards of whole blocks of 256 numbers, some of which have 4,096, the smallest that torchao quantizes."""
+    packages = tmp_path / "packages"
+    subprocess.run(
+        [environment.find_uv(), "pip", "install", "--quiet", "--no-deps", "--target", packages, "torchao"], check=True
+    )
+    monkeypatch.syspath_prepend(str(packages))
     shape = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 2}
     model = str(packed_rows.write_model(tmp_path / "model", assets, **shape))
     own = changes | {"model": model, "optimizer": "adamw_8bit", "checkpoint_every": 5}

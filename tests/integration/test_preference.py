@@ -292,7 +292,7 @@ def test_rows_for_another_task_are_refused(changes: dict[str, Any]) -> None:
     options = options_of(changes)
     with pytest.raises(UserError, match=r"packed for the task preference, .* Pack rows .*--task supervised"):
         preflight.check_packed(options.model_copy(update={"objective": "supervised"}))
-    preflight.check_packed(options, DDP.make_objective(options).task)
+    preflight.check_packed(options, DDP.make_objective(options))
 
 
 @pytest.mark.parametrize(

@@ -818,7 +818,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(
     token, steps = _token_of_few_rows(options)
     load = model_io.load_model
 
-    def load_with_overflow(options: DDPOptions, has_token_losses: bool) -> PreTrainedModel:
+    def load_with_overflow(options: DDPOptions, output: str) -> PreTrainedModel:
         model = load(options)
         model.get_input_embeddings().weight.data[token] = math.inf
         return model

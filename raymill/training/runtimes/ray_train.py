@@ -172,8 +172,8 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
     optimizers.check_installed(options)
     stream = streaming.find_input(options.model) if options.stream else None
-    task = make_strategy.make_objective(options).task
-    identity = _check_stream(options, stream) if stream else preflight.check_packed(options, task)
+    objective = make_strategy.make_objective(options)
+    identity = _check_stream(options, stream) if stream else preflight.check_packed(options, objective)
     job.connect()
     ray_logging.driver()
     _check_cluster(options, stream)

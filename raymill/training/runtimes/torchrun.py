@@ -107,7 +107,7 @@ def _prepare(options: TrainOptions, held: ExitStack, make_strategy: MakeStrategy
             )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
         optimizers.check_installed(options)
-        identity = preflight.check_packed(options, make_strategy.make_objective(options).task)
+        identity = preflight.check_packed(options, make_strategy.make_objective(options))
         identity |= {"launcher": "torchrun"} | code_identity.identify(make_strategy)
         held.enter_context(_lease(f"{options.output}/{options.name}"))
         preflight.claim(options, identity)
