@@ -68,6 +68,8 @@ def load_model(options: TrainOptions, output: Output = "loss") -> PreTrainedMode
         use_token_losses(model)
     elif output == "loss" and options.chunked_loss and chunked_loss.has_chunks(model):
         chunked_loss.use_chunks(model)
+    if output == "scores":
+        torch.manual_seed(options.seed)  # ranks of FSDP drew different numbers for a head, and adapters must be equal
     if options.lora_rank:
         _add_adapters(model, options)
     if output == "scores":
@@ -321,8 +323,8 @@ def _write_adapter(
     adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
     if is_classifier(model.config):
         adapters.task_type, adapters.modules_to_save = "SEQ_CLS", ["score"]
-        head = {f"{PEFT_PREFIX}{name}": value for name, value in trained.items() if name == reward_config.HEAD}
-        weight_files.add(folder / weights_check.ADAPTER_WEIGHTS[0], head)
+        if (head := trained.get(reward_config.HEAD)) is not None:
+            weight_files.add(folder / weights_check.ADAPTER_WEIGHTS[0], {f"{PEFT_PREFIX}{reward_config.HEAD}": head})
     adapters.save_pretrained(folder)
 
 

@@ -1,22 +1,37 @@
 """Test reward models: their loss and gradient, each strategy, LoRA, the export, and that others refuse them."""
 
+import math
 from pathlib import Path
 from typing import Any
 
+import architectures
 import packed_rows
 import preprocess_job
 import pytest
 import torch
-from preference_runs import EXACT, WAYS, Row, alone, documents, options_of, spread
+from peft import PeftModel
+from preference_runs import EXACT, Row, alone, documents, options_of, spread
 from preprocess_job import write_rows
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 
 from jobs import preprocess
 from raymill import settings
-from raymill.training.dataset import PackedRows
+from raymill.errors import UserError
+from raymill.training import composite, preflight, reward, weights_check
+from raymill.training.dataset import PackedRows, as_batch
+from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
+
+NO_CLASS = ("Gemma4Text", "Granite", "GraniteMoeHybrid")
+"""Families without a class for scores in transformers."""
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +112,144 @@ def test_loss_and_gradient_are_those_of_the_formula(changes: dict[str, Any]) -> 
         torch.testing.assert_close(
             plain_scores(exported(changes, "formula"), batch), plain_scores(model, batch), atol=1e-4, rtol=0
         )
+
+
+@pytest.fixture(scope="module")
+def reward_alone(changes: dict[str, Any]) -> list[Row]:
+    return alone(changes | {"name": "alone"})
+
+
+@pytest.mark.parametrize(
+    "way", ["fsdp", "zero3", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("ddp", "zero2"))]
+)
+def test_two_ranks_agree_with_one_process_and_resume(
+    way: str, reward_alone: list[Row], changes: dict[str, Any]
+) -> None:
+    for stop in (4, None):
+        rows = spread(changes | {"name": way, "stop_after": stop, "micro_batch_rows": 1}, way)
+    for name in ("loss", "rewards/margins", "rewards/accuracies", "eval_loss", "eval_rewards/accuracies"):
+        assert [row.get(name) for row in rows] == pytest.approx([row.get(name) for row in reward_alone], abs=EXACT)
+    assert reward_alone[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-6), "the new head gives equal scores"
+    assert reward_alone[-1]["eval_rewards/accuracies"] > 0.9
+    check_equal_weights(changes, way, "alone")
+
+
+def check_equal_weights(changes: dict[str, Any], name: str, other: str) -> None:
+    models = [exported(changes, run) for run in (name, other)]
+    for weights, others in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+
+
+LORA = {"lora_rank": 4, "learning_rate": 1e-2, "steps": 12}
+
+
+@pytest.mark.parametrize("own", [{}, {"dora": True, "rslora": True}, {"quantize_base": True}])
+def test_adapters_and_their_head_are_exported_with_equal_scores(own: dict[str, Any], changes: dict[str, Any]) -> None:
+    name = f"lora-{'-'.join(own)}"
+    for stop in (6, None):
+        rows = alone(changes | LORA | own | {"name": name, "stop_after": stop})
+    assert rows[-1]["eval_rewards/accuracies"] > 0.9
+    whole = alone(changes | LORA | own | {"name": f"{name}-whole"})
+    assert [row.get("loss") for row in rows] == [row.get("loss") for row in whole]
+    if own.get("quantize_base"):
+        return  # the exported model has the weights before they were quantized
+    batch = PackedRows(changes["data"], "eval").read(0, 8)
+    merged = exported(changes, name)
+    base = AutoModelForSequenceClassification.from_pretrained(changes["model"], num_labels=1)
+    adapted = PeftModel.from_pretrained(base, f"{changes['output']}/{name}/adapter").eval()
+    with torch.no_grad():
+        scores = plain_scores(merged, batch)
+        torch.testing.assert_close(plain_scores(adapted, batch), scores, atol=1e-4, rtol=0)
+    chosen, rejected = scores.view(-1, 2).T
+    margin = rows[-1]["eval_rewards/margins"]
+    rows_held_out = PackedRows(changes["data"], "eval")
+    with torch.no_grad():
+        chosen, rejected = plain_scores(merged, rows_held_out.read(0, len(rows_held_out))).view(-1, 2).T
+    assert float((chosen - rejected).mean()) == pytest.approx(margin, abs=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["fsdp", "zero3"])
+def test_adapters_on_shards_have_the_losses_of_one_process(way: str, changes: dict[str, Any]) -> None:
+    own = changes | LORA
+    single, rows = alone(own | {"name": f"lora-alone-{way}"}), spread(own | {"name": f"lora-{way}"}, way)
+    assert [row.get("loss") for row in rows] == pytest.approx([row.get("loss") for row in single], abs=EXACT)
+    check_equal_weights(changes, f"lora-{way}", f"lora-alone-{way}")
+
+
+def test_transformers_scores_padded_texts_alike(changes: dict[str, Any], reward_alone: list[Row]) -> None:
+    """The tokenizer of the base model pads with its end token, at which transformers would read no score."""
+    folder = f"{changes['output']}/alone/model"
+    model, tokenizer = exported(changes, "alone"), AutoTokenizer.from_pretrained(folder)
+    held_out = PackedRows(changes["data"], "eval")
+    texts = [ids.tolist() for ids, _ in documents(held_out.read(0, len(held_out)))]
+    assert len({len(text) for text in texts}) > 3
+    assert {text[-1] for text in texts} == {tokenizer.eos_token_id}
+    assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+    inputs = tokenizer.pad({"input_ids": texts}, return_tensors="pt")
+    with torch.no_grad():
+        padded = model(**inputs).logits[:, 0]
+        single = plain_scores(model, held_out.read(0, len(held_out)))
+    torch.testing.assert_close(padded, single, atol=1e-4, rtol=0)
+    chosen, rejected = padded.view(-1, 2).T
+    last = reward_alone[-1]
+    assert float((chosen > rejected).float().mean()) == last["eval_rewards/accuracies"]
+    assert float(chosen.mean()) == pytest.approx(last["eval_rewards/chosen"], abs=1e-4)
+    assert tokenizer.chat_template
+
+
+def test_a_reward_model_can_be_trained_further(changes: dict[str, Any], reward_alone: list[Row]) -> None:
+    own = changes | {"model": f"{changes['output']}/alone/model", "name": "further", "steps": 1}
+    preflight.check_packed(options_of(own), DDP.make_objective(options_of(own)))
+    rows = alone(own)
+    assert rows[0]["eval_loss"] == pytest.approx(reward_alone[-1]["eval_loss"], abs=1e-5)
+
+
+def test_other_jobs_refuse_a_reward_model(changes: dict[str, Any], reward_alone: list[Row]) -> None:
+    run = f"{changes['output']}/alone"
+    with pytest.raises(UserError, match=r"gives scores to texts and does not write any\. Pass a language model"):
+        weights_check.check(f"{run}/model")
+    options = options_of(changes | {"model": f"{run}/model", "objective": "dpo"})
+    with pytest.raises(UserError, match=r"gives scores to texts and does not write any"):
+        preflight.check_packed(options, DDP.make_objective(options))
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"),
+    [
+        ("Granite", "transformers has no reward model of the type granite"),
+        ("Gemma3", "transformers has no reward model of the type gemma3"),
+    ],
+)
+def test_models_without_a_class_for_scores_are_refused(family: str, problem: str, tmp_path: Path) -> None:
+    architectures.build(family).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=problem):
+        weights_check.check(str(tmp_path), as_reward_model=True)
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
+    LlamaForSequenceClassification(LlamaConfig(**architectures.SIZES, num_labels=3)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"is a classifier with 3 labels, not a reward model"):
+        weights_check.check(str(tmp_path), as_reward_model=True)
+
+
+@pytest.mark.parametrize("family", [name for name in architectures.FAMILIES if name not in NO_CLASS])
+def test_packed_scores_of_each_family_are_those_of_single_documents(family: str, tmp_path: Path) -> None:
+    config = architectures.config_of(family)
+    base = architectures.build(family)
+    base.save_pretrained(tmp_path)
+    weights_check.check(str(tmp_path), as_reward_model=True)
+    model = composite.from_pretrained(str(tmp_path), as_reward_model=True).eval()
+    torch.manual_seed(0)
+    reward.use_scores(model, torch.randn(1, config.hidden_size))
+    lengths = [13, 7, 20, 9]
+    tokens = [torch.randint(3, config.vocab_size, (length,)) for length in lengths]
+    row = torch.cat(tokens)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    arrays = {name: column[None].numpy() for name, column in (("input_ids", row), ("labels", row))}
+    batch = as_batch(arrays | {"position_ids": positions[None].numpy()})
+    with torch.no_grad():
+        packed = reward.document_scores(model, model, batch)[0]
+        for number, ids in enumerate(tokens):
+            states = model.base_model(ids[None]).last_hidden_state[0, -1]
+            assert float(packed[number]) == pytest.approx(float(states @ model.score.weight[0]), abs=1e-4)
