@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from raymill.errors import UserError
+
 if TYPE_CHECKING:  # importing it takes seconds
     from transformers import PreTrainedConfig
 
@@ -20,6 +22,15 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def is_classifier(config: PreTrainedConfig) -> bool:
     """Return whether the model gives scores to texts, such as a reward model, instead of writing them."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def refuse_classifier(model: str, config: PreTrainedConfig) -> None:
+    """Raise UserError if the model does not write text."""
+    if is_classifier(config):
+        raise UserError(
+            f"{model} is a classifier such as a reward model, which gives scores to texts and does not write any. Pass "
+            "a language model."
+        )
 
 
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:

@@ -6,7 +6,9 @@ from pydantic import BaseModel
 
 from raymill import settings, state_files
 from raymill.errors import UserError
+from raymill.model_config import is_classifier
 from raymill.ray_support import model_cache
+from raymill.settings import inv
 from raymill.training import checkpoint_check, preflight, storage, weights_check
 from raymill.training.dataset import Manifest
 
@@ -50,9 +52,26 @@ def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
     config = preflight.load_config(candidate.model)
     preflight.check_tokenizer(candidate.model, data, manifest.tokenizer)
     preflight.check_model(candidate.model, config, manifest)
-    weights_check.check(candidate.model)
+    weights_check.check(candidate.model, as_reward_model=is_classifier(config))
     if candidate.adapter:
         weights_check.check_adapter(candidate.model, candidate.adapter)
+
+
+def are_reward_models(found: list[Candidate], manifest: Manifest) -> bool:
+    """Return whether the models are reward models, which score answers instead of writing them.
+
+    Raises:
+        UserError: only some of them are, or the held-out rows are not pairs.
+    """
+    scoring = [candidate.name for candidate in found if is_classifier(preflight.load_config(candidate.model))]
+    if scoring and len(scoring) < len(found):
+        raise UserError(f"{scoring[0]} is a reward model, and others in --models are not; evaluate them separately.")
+    if scoring and manifest.task != "preference":
+        raise UserError(
+            f"{scoring[0]} is a reward model, but the rows were packed for the task {manifest.task}. Pass the output "
+            f"of {inv('submit preprocess -- --task preference')} as --data."
+        )
+    return bool(scoring)
 
 
 def _refuse_run_folders(name: str, folder: str) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray.data
@@ -24,9 +24,13 @@ from raymill.training.dataset import Manifest
 
 
 def evaluate(
-    candidate: Candidate, options: EvaluateOptions, rows: int, metrics: Sequence[Metric] = ()
+    candidate: Candidate,
+    options: EvaluateOptions,
+    rows: int,
+    metrics: Sequence[Metric] = (),
+    scorer: Callable[..., Any] = Scorer,
 ) -> dict[str, float]:
-    """Return the sums of `Scorer`'s values over all held-out rows. `metrics` are the user's own.
+    """Return the sums of the values of a class such as `Scorer` over all held-out rows. `metrics` are the user's own.
 
     Raises:
         UserError: a GPU has too little memory, a file of the rows is damaged, or two metrics have the same name.
@@ -40,7 +44,7 @@ def evaluate(
     describe = EvaluateProgress(candidate.name, rows)
     with DataContext.current(ray_logging.quiet_context()), Progress(describe) as progress:
         scores = ray.data.from_items(pieces, override_num_blocks=len(pieces)).map(
-            Scorer,
+            scorer,
             fn_constructor_args=(candidate, options.data, options.device, options.precision, metrics, progress.report),
             compute=ActorPoolStrategy(size=min(options.num_workers, len(pieces))),
             num_gpus=1 if options.device == "cuda" else None,

@@ -3,6 +3,7 @@
 Traffic between zones is slow, and AWS charges for it.
 """
 
+import contextlib
 import importlib.util
 import os
 
@@ -11,8 +12,8 @@ from ray.util.accelerators import accelerators
 
 from raymill import optional
 from raymill.errors import UserError
-from raymill.model_config import context_length, other_parts
-from raymill.ray_support import capacity, hub_access, job_secrets
+from raymill.model_config import context_length, other_parts, refuse_classifier
+from raymill.ray_support import capacity, hub_access, job_secrets, model_cache
 from raymill.ray_support.private import serve as private_serve
 from raymill.serving.options import ServeOptions
 from raymill.settings import inv
@@ -48,8 +49,11 @@ def check_model(options: ServeOptions) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise UserError("vLLM is not installed on this machine. Its CPU build exists for Linux only.")
     _check_loader(options.engine.get("load_format", ""))
-    if "://" in options.source:
-        return  # only a replica downloads the model
+    if "://" in options.source:  # only a replica downloads the weights
+        with contextlib.suppress(OSError, ValueError):
+            folder = model_cache.on_this_node(options.source, weights=False)
+            refuse_classifier(options.model, AutoConfig.from_pretrained(folder))
+        return
     remedy = f"Train one with {inv('submit finetune_ddp')}, or set model in [serve] of settings.toml."
     if not options.is_hub_id and not os.path.isfile(f"{options.source}/config.json"):
         raise UserError(f"no model in {options.source}. {remedy}")
@@ -61,6 +65,7 @@ def check_model(options: ServeOptions) -> None:
         raise hub_access.explain(error, options.model) or UserError(
             f"cannot read {options.model} ({str(error).splitlines()[0]}). {remedy}"
         ) from None
+    refuse_classifier(options.model, config)
     if "vision" in other_parts(config) and importlib.util.find_spec("torchvision") is None:
         raise UserError(
             f"{options.model} has a vision tower, for which vLLM needs torchvision, and this environment does not have "

@@ -27,9 +27,11 @@ def card(run: History, title: str, license_id: str, *, is_adapter: bool, other_p
         "license": license_id,
         "base_model": base,
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "image-text-to-text" if "vision" in other_parts else "text-generation",
+        "pipeline_tag": _pipeline(run, other_parts),
     }
     kind = "A LoRA adapter for" if is_adapter else "A fine-tuned version of"
+    if run.identity.get("objective") == "reward":
+        kind = "A reward model, which gives scores to answers, trained from"
     sections = {
         f"# {title}": f"{kind} {base or run.identity['model']}.{_untrained(other_parts)}",
         "## Data": _data(run),
@@ -38,6 +40,12 @@ def card(run: History, title: str, license_id: str, *, is_adapter: bool, other_p
     }
     lines = ["---", *(f"{name}: {value}" for name, value in metadata.items() if value), "---"]
     return "\n".join([*lines, *chain.from_iterable((title, "", text, "") for title, text in sections.items())])
+
+
+def _pipeline(run: History, other_parts: Collection[str]) -> str:
+    if run.identity.get("objective") == "reward":
+        return "text-classification"
+    return "image-text-to-text" if "vision" in other_parts else "text-generation"
 
 
 def _untrained(parts: Collection[str]) -> str:

@@ -40,10 +40,13 @@ def write_bytes(location: str, content: bytes) -> None:
 
 
 def replace_bytes(location: str, content: bytes) -> None:
-    """Write a file as a whole: no process reads half of it. Several processes may do so at once."""
+    """Write a file as a whole, while others may read or write it.
+
+    On a disk, a reader gets all of the old or of the new content. On S3, one that reads in parts may get a mixture.
+    """
     filesystem, path = FileSystem.from_uri(location)
     if not isinstance(filesystem, LocalFileSystem):
-        write_bytes(location, content)  # S3 shows an object once it is whole
+        write_bytes(location, content)  # the object appears once it is whole
         return
     folder, _, name = path.rpartition("/")
     partial = f"{folder}/.{name}.{uuid.uuid4().hex}"

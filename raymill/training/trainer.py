@@ -430,7 +430,8 @@ class Trainer:
             self._say(f"note: there is no regular checkpoint yet, so the model of step {self.saved} is exported")
             return self.saved
         self.runtime.wait()
-        last = f"To export the last checkpoint, add --patience 0 --stop-after {self.saved}."
+        without = ", without --fresh" if self.options.fresh else ""
+        last = f"To export the last checkpoint, add --patience 0 --stop-after {self.saved}{without}."
         if not best.step:
             metric = self.objective.best_metric
             raise UserError(f"no checkpoint is the best one, because no evaluation had a finite {metric}. {last}")

@@ -22,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictInfo
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from raymill.errors import UserError
-from raymill.model_config import is_classifier
+from raymill.model_config import refuse_classifier
 from raymill.ray_support import model_cache
 from raymill.training import composite, reward_config
 
@@ -65,11 +65,8 @@ def check(model: str, auto_class: Any = None, *, is_encoder: bool = False, as_re
     location = _location(model)
     try:
         stored, config = _stored_weights(location), _config(location)
-        if is_classifier(config) and not (auto_class or as_reward_model):
-            raise UserError(
-                f"{model} is a classifier such as a reward model, which gives scores to texts and does not write any. "
-                "Pass a language model."
-            )
+        if not (auto_class or as_reward_model):
+            refuse_classifier(model, config)
         if as_reward_model:
             config = reward_config.from_config(model, config)
             stored = _with_head(stored, config)

@@ -275,6 +275,8 @@ def test_without_the_best_checkpoint_nothing_else_is_exported(harm: str, run: Ru
         run("early")
     assert f"the best checkpoint, that of step {BEST}, is missing or damaged" in str(refused.value)
     assert f"add --patience 0 --stop-after {END}." in str(refused.value)
+    with pytest.raises(UserError, match=r"add --patience 0 --stop-after 10, without --fresh\."):
+        run("early", fresh=True)  # the driver has deleted the run before; here, it still exists
     assert all(torch.equal(value, before[name]) for name, value in weights(folder).items())
     run("early", patience=0, stop_after=END)
     assert_equal_weights(folder, run("last", patience=0, stop_after=END))

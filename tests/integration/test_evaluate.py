@@ -257,6 +257,26 @@ def test_models_are_compared_in_one_table(
     assert f"the difference from {stranger}" in shown.replace("\n", "")
 
 
+@pytest.mark.parametrize("loss", [800.0, math.nan, math.inf])
+def test_a_loss_without_a_perplexity_is_shown_and_saved_as_valid_json(
+    loss: float, options: EvaluateOptions, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = dict.fromkeys(("documents", "answers", "trained_tokens", "exact", "generated", "stopped"), 1.0)
+    sums = counts | {"loss": loss, "tokens": 1.0, "seconds": 1.0}
+    results = [
+        evaluation.from_sums(candidates.Candidate(name, name, None), sums | {"loss": value})
+        for name, value in (("high", loss), ("low", 1.0))
+    ]
+    evaluation.print_table(results, counts)
+    assert f"{loss:.4f}" in capsys.readouterr().out
+    changed = options.model_copy(update={"output": str(tmp_path), "name": "high"})
+    evaluation.save(results, counts, changed, read_manifest(str(packed)))
+    saved = json.loads((tmp_path / "high.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    high, low = saved["models"]
+    assert (high["loss"], high["perplexity"]) == (loss if math.isfinite(loss) else None, None)
+    assert low["perplexity"] == pytest.approx(math.e)
+
+
 # ------------------------------------------------------------------------------------------ errors
 
 

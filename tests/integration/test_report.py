@@ -2,6 +2,8 @@
 
 import io
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +19,7 @@ from raymill import settings
 from raymill.aws.target import Aws
 from raymill.common import bucket, cluster_file, prices
 from raymill.errors import UserError
-from raymill.training import history, preflight, report, storage, trainer
+from raymill.training import history, model_card, preflight, report, storage, trainer
 from raymill.training.ddp import DDP
 from raymill.training.metric_logger import MetricLogger
 from raymill.training.options import DDPOptions
@@ -27,6 +29,7 @@ from raymill.training.storage import RunFolder
 
 A100 = "NVIDIA A100-SXM4-40GB"
 STEPS, CHECKPOINT_EVERY = 12, 5
+PROCESS = SingleProcess(Path("unused"), torch.device("cpu"), 1)
 
 
 @pytest.fixture(params=["path", "uri"])
@@ -42,16 +45,14 @@ def train(
     until: int = STEPS,
     killed: bool = False,
     ranking: Ranking | None = None,
+    evaluated: Mapping[int, float] | None = None,
     **options: Any,
 ) -> None:
     """Call MetricLogger as the trainer does, for the steps after `done` up to `until`."""
-    train_options = settings.load(DDPOptions, "train", profile="local").model_copy(
-        update={"output": output, "name": name, "steps": STEPS, "data": "/nowhere"} | options
-    )
+    train_options = loaded(output, name, **options)
     preflight.claim(train_options, preflight_identity(train_options))
     folder = RunFolder(f"{output}/{name}")
-    process = SingleProcess(Path("unused"), torch.device("cpu"), 1)
-    logger = MetricLogger(folder, train_options, process, done, ranking or Ranking())
+    logger = MetricLogger(folder, train_options, PROCESS, done, ranking or Ranking())
     for step in range(done + 1, until + 1):
         row = {
             "step": step,
@@ -62,13 +63,23 @@ def train(
             "memory_gib": 1.0,
         }
         saves = step % CHECKPOINT_EVERY == 0 or (step == until and not killed)
-        logger.write([row | ({"eval_loss": 8 / step, "eval_perplexity": 9.0} if saves else {})], 1.0)
+        if saves:
+            row |= {"eval_loss": 8 / step, "eval_perplexity": 9.0}
+        if evaluated and step in evaluated:
+            row["eval_rewards/accuracies"] = evaluated[step]
+        logger.write([row], 1.0)
         if saves:
             logger.checkpoint(step, 0.1)
             folder.publish()
     if not killed and until > done:
         logger.end(until)
         folder.publish()
+
+
+def loaded(output: str, name: str, **options: Any) -> DDPOptions:
+    return settings.load(DDPOptions, "train", profile="local").model_copy(
+        update={"output": output, "name": name, "steps": STEPS, "data": "/nowhere"} | options
+    )
 
 
 def preflight_identity(options: DDPOptions) -> dict[str, Any]:
@@ -291,3 +302,31 @@ def test_runs_in_the_bucket_are_read_with_the_credentials_of_the_aws_config(
     assert f"curves: {tmp_path}/results/report.html" in output
     assert "12/12" in output
     assert f"s3://{bucket.name(file)}/runs" in (tmp_path / "results/report.html").read_text()
+
+
+def test_an_early_stop_and_the_exported_step_are_shown(tmp_path: Path) -> None:
+    ranking = Ranking("eval_rewards/accuracies", "max")
+    train(str(tmp_path), "run", until=10, ranking=ranking, evaluated={5: 0.75, 10: 0.5})
+    logger = MetricLogger(RunFolder(f"{tmp_path}/run"), loaded(str(tmp_path), "run"), PROCESS, 10, ranking)
+    logger.export(5, True)
+    (run,) = history.read_all(str(tmp_path), ["run"])
+    assert run.stopped_early
+    (cells,) = report.summarize([run], unknown_price)
+    assert cells["steps"] == "10/12, stopped early"
+    assert cells["best evaluation"] == cells["exported"] == "rewards/accuracies 0.7500 at 5"
+    text = model_card.card(replace(run, identity={"model": "m"}), "model", "mit", is_adapter=False)
+    for line in (
+        "| steps | 10, stopped early |",
+        "| exported model | that of step 5, the best by evaluation rewards/accuracies |",
+        "| training loss at step 5 | 1.4000 |",
+        "| evaluation loss at step 5 | 1.6000 |",
+        "| share of held-out pairs at step 5 whose chosen answer has the higher reward | 0.750 |",
+    ):
+        assert line in text
+    before = run.seconds
+    train(str(tmp_path), "run", done=10, ranking=ranking, evaluated={12: 0.8})
+    (continued,) = history.read_all(str(tmp_path), ["run"])
+    assert not continued.stopped_early
+    assert continued.attempts[0].seconds == before, "an export later on takes no time of the run"
+    old = replace(run, events=[one for one in run.events if one["event"] != "export"])
+    assert "exported" not in report.summarize([old], unknown_price)[0]

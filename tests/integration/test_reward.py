@@ -1,5 +1,6 @@
 """Test reward models: their loss and gradient, each strategy, LoRA, the export, and that others refuse them."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from jobs import preprocess
+from jobs import evaluate, preprocess
 from raymill import settings
 from raymill.errors import UserError
+from raymill.evaluation.options import EvaluateOptions
+from raymill.serving import preflight as serving_preflight
+from raymill.serving.options import ServeOptions
 from raymill.training import composite, preflight, reward, weights_check
 from raymill.training.dataset import PackedRows, as_batch
 from raymill.training.ddp import DDP
@@ -209,9 +213,43 @@ def test_other_jobs_refuse_a_reward_model(changes: dict[str, Any], reward_alone:
     run = f"{changes['output']}/alone"
     with pytest.raises(UserError, match=r"gives scores to texts and does not write any\. Pass a language model"):
         weights_check.check(f"{run}/model")
+    serving = settings.load(ServeOptions, "serve", profile="local")
+    for model in (f"{run}/model", f"file://{run}/model"):
+        with pytest.raises(UserError, match=r"gives scores to texts and does not write any"):
+            serving_preflight.check_model(serving.model_copy(update={"model": model}))
     options = options_of(changes | {"model": f"{run}/model", "objective": "dpo"})
     with pytest.raises(UserError, match=r"gives scores to texts and does not write any"):
         preflight.check_packed(options, DDP.make_objective(options))
+
+
+def test_evaluate_compares_reward_models(
+    changes: dict[str, Any],
+    reward_alone: list[Row],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ray_session: None,
+) -> None:
+    alone(changes | {"name": "short", "steps": 1})
+    models = tuple(f"{changes['output']}/{name}/model" for name in ("alone", "short"))
+    loaded = settings.load(EvaluateOptions, "evaluate", profile="local").model_dump()
+    options = EvaluateOptions.model_validate(
+        loaded | {"models": models, "data": changes["data"], "output": str(tmp_path), "batch_rows": 3, "num_workers": 2}
+    )
+    evaluate.main(options)
+    saved = json.loads((tmp_path / "evaluation.json").read_text())
+    best = saved["models"][0]
+    assert best["accuracy"] == reward_alone[-1]["eval_rewards/accuracies"]
+    assert best["margin"] == pytest.approx(reward_alone[-1]["eval_rewards/margins"], abs=1e-4)
+    assert best["loss"] == pytest.approx(reward_alone[-1]["eval_loss"], abs=1e-4)
+    assert f"held out: {saved['pairs']} pairs" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is a reward model, and others in --models are not; evaluate them separately"):
+        evaluate.main(options.model_copy(update={"models": (models[0], changes["model"])}))
+
+
+def test_adapters_of_a_reward_model_are_refused_elsewhere(changes: dict[str, Any]) -> None:
+    alone(changes | LORA | {"name": "lora-head", "steps": 1})
+    with pytest.raises(UserError, match=r"it belongs to a reward model, which does not write text"):
+        weights_check.check_adapter(changes["model"], f"{changes['output']}/lora-head/adapter")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import json
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from jobs import finetune_ddp, preprocess, tune
 from raymill import settings
 from raymill.errors import UserError
 from raymill.ray_support import gang
+from raymill.training import storage
 from raymill.training.ddp import DDP
 from raymill.training.objectives import Objective
 from raymill.training.options import DDPOptions, TrainOptions
@@ -184,6 +186,18 @@ def test_trials_of_pairs_share_the_reference(
     best, other = trials.ranked(f"{changes['output']}/pairs", [outcome.trial for outcome in found])
     assert best.score < other.score
     assert f"evaluation loss {best.best} after {best.steps} steps" in capsys.readouterr().out
+
+
+def test_trials_that_write_the_same_file_at_once_leave_it_whole(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 2**22 for number in range(4)]
+    file = f"{tmp_path}/reference.npz"
+    storage.replace_bytes(file, contents[0])
+    with ThreadPoolExecutor(len(contents)) as threads:
+        writing = [threads.submit(storage.replace_bytes, file, content) for content in contents * 10]
+        while not all(one.done() for one in writing):
+            assert storage.read_bytes(file) in contents
+    assert [one.exception() for one in writing] == [None] * len(writing)
+    assert storage.list_names(str(tmp_path)) == ["reference.npz"]
 
 
 def test_divergence_ends_a_trial_and_other_failures_do_not(

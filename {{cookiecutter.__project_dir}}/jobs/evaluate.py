@@ -7,7 +7,7 @@ JOB = Job(EvaluateOptions, "evaluate")  # reads the options, before the slow imp
 
 from raymill import settings
 from raymill.errors import UserError
-from raymill.evaluation import candidates, evaluation, scoring
+from raymill.evaluation import candidates, evaluation, rewards, scoring
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.scoring import Metric
 from raymill.ray_support import capacity
@@ -26,8 +26,11 @@ def main(options: EvaluateOptions) -> None:
     found = [candidates.find(model) for model in options.models]
     for candidate in found:
         candidates.check(candidate, options.data, manifest)
+    has_rewards = candidates.are_reward_models(found, manifest)
     connect()
     _check_cluster(options, found)
+    if has_rewards:
+        return rewards.evaluate_all(found, options, rows, manifest)
     metrics = [*scoring.METRICS_OF_TASK[manifest.task], *METRICS]
     sums = [evaluation.evaluate(candidate, options, rows, metrics) for candidate in found]
     measured = [evaluation.from_sums(candidate, totals, metrics) for candidate, totals in zip(found, sums, strict=True)]

@@ -23,7 +23,7 @@ from raymill import settings
 from raymill.data.options import PreprocessOptions
 from raymill.errors import UserError
 from raymill.job_context import JobContext
-from raymill.training import composite
+from raymill.training import composite, reward_config
 from raymill.training.dataset import Batch, as_batch
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import SingleProcess
@@ -104,7 +104,7 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _replace_new_groups()
     _hide_numbers()
-    _replace_weights(options.model)
+    _replace_weights(options.model, make_strategy.make_objective(options).output == "scores")
     plan = spread(options.global_batch_rows, options.micro_batch_rows, world_size)
     rows = FakeRows(settings.load(PreprocessOptions, "preprocess").sequence_length, plan.rows_per_rank)
     runtime = FakeRuntime(folder, torch.device("cuda", 0), world_size, local_world_size)
@@ -132,19 +132,21 @@ def _hide_numbers() -> None:
     tensor.__repr__ = parameter.__repr__ = lambda self: f"tensor of shape {tuple(self.shape)}"
 
 
-def _replace_weights(folder: str) -> None:
+def _replace_weights(folder: str, as_reward_model: bool) -> None:
     """Make `from_pretrained` use empty tensors in main memory instead of weight files.
 
     These tensors do not count as main memory, because on a node the weights stay in memory-mapped files.
     """
     config = AutoConfig.from_pretrained(folder)
+    if as_reward_model:
+        config = reward_config.from_config(folder, config)
     kind = composite.auto_class(config)
     with torch.device("meta"):
         shapes = kind.from_config(config)
 
     def load(_: str, **options: Any) -> PreTrainedModel:
         weights = {name: torch.empty(shape.shape, dtype=options["dtype"]) for name, shape in shapes.named_parameters()}
-        model = type(shapes).from_pretrained(None, config=shapes.config, state_dict=weights, **options)
+        model = type(shapes).from_pretrained(None, **options | {"config": shapes.config, "state_dict": weights})
         weights.clear()
         _library().fake_gpu_reset_main_memory_peak()
         return model
