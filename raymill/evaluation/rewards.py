@@ -103,8 +103,8 @@ def evaluate_all(found: Sequence[Candidate], options: EvaluateOptions, rows: int
 
 
 def _result(candidate: Candidate, sums: dict[str, float]) -> RewardResult:
-    means = [sums[name] / sums["pairs"] for name in ("accurate", "margins", "loss")]
-    return RewardResult(candidate.name, *means, sums["tokens"] / sums["seconds"])
+    accuracy, margin, loss = (sums[name] / sums["pairs"] for name in ("accurate", "margins", "loss"))
+    return RewardResult(candidate.name, accuracy, margin, loss, sums["tokens"] / sums["seconds"])
 
 
 def _cells(result: RewardResult, base: RewardResult | None = None) -> list[str]:

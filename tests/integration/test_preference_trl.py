@@ -12,10 +12,11 @@ import preprocess_job
 import pytest
 import torch
 from preprocess_job import write_rows
-from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from jobs import preprocess
 from raymill import settings
+from raymill.training import reward_config
 from raymill.training.dataset import PackedRows
 from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions, TrainOptions
@@ -100,7 +101,7 @@ def with_trl(
     kind: str, own: dict[str, Any], changes: dict[str, Any], folder: Path, rows: list[dict[str, Any]]
 ) -> list[dict[str, float]]:
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -109,6 +110,7 @@ def with_trl(
         "cpo": (CPOTrainer, CPOConfig),
         "orpo": (ORPOTrainer, ORPOConfig),
         "kto": (KTOTrainer, KTOConfig),
+        "reward": (RewardTrainer, RewardConfig),
     }
     trainer_type, config_type = trainers[kind]
     tokenizer = AutoTokenizer.from_pretrained(changes["model"])
@@ -208,3 +210,23 @@ def test_kto_is_that_of_trl(changes: dict[str, Any], assets: Path, tmp_path: Pat
     assert [row["kl"] for row in rows] == pytest.approx([step["kl"] for step in steps], rel=LOSS)
     assert rows[-1]["kl"] > 1e-3
     check_page("kto")
+
+
+@pytest.mark.nightly
+def test_reward_is_that_of_trl(changes: dict[str, Any], tmp_path: Path) -> None:
+    """From a model that has a head already, because TRL gives a new one random numbers."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(changes["model"], num_labels=1)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(changes["model"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    own = changes | {"model": str(tmp_path / "model")}
+    padding = reward_config.set_padding(tokenizer, [])
+    assert padding is not None
+    pairs = [{name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")} for pair in pairs_of_steps(own)]
+    rows = with_raymill("reward", own)
+    config = {"pad_token": tokenizer.convert_ids_to_tokens(padding), "disable_dropout": True}
+    steps = with_trl("reward", config, own, tmp_path / "trl", pairs)
+    check_equal("reward", rows, steps)
+    assert [row["rewards/margins"] for row in rows] == pytest.approx([step["margin"] for step in steps], rel=1e-4)
+    check_page("reward")
