@@ -127,6 +127,17 @@ class ChatTemplate:
             for conversation, documents in zip(shortened, by_layout, strict=True)
         ]
 
+    def with_end(self, conversation: Conversation, document: RenderedText) -> RenderedText:
+        """Return a document with what the template writes after the last stop token, such as a line break.
+
+        A reward model reads its score at the end of what `apply_chat_template` returns.
+        """
+        try:
+            whole = self._renderer.conversation(self._with_separate_reasoning(conversation), self._marked_template)
+        except TemplateFailure:
+            return document
+        return document._replace(text=whole) if whole.startswith(document.text) else document
+
     def _shorten(self, conversation: Conversation) -> Conversation:
         """Leave out turns that are certain to have no token within the sequence length."""
         if not self._sequence_length or self._marked_template:  # marked templates render all turns at once

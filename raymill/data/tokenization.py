@@ -191,7 +191,11 @@ class DocumentTokenizer:
         documents = next(rendered)
         if isinstance(documents, TemplateRejection):
             return BadRow(str(documents))
-        return documents or BadRow("no assistant turn that is trained")
+        if not documents:
+            return BadRow("no assistant turn that is trained")
+        if self.task == "preference" and self.template:
+            return [self.template.with_end(example, document) for document in documents]
+        return documents
 
     def _ended(self, completion: str) -> str:
         """Return a text that ends with the EOS token, and has it only once there."""

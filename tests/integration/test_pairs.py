@@ -176,6 +176,41 @@ def test_rows_that_do_not_fit_the_task_are_bad_rows(assets: Path, tmp_path: Path
             tokenizer.documents({"row": to_json(bad), "problem": None})
 
 
+@pytest.mark.parametrize("past_reasoning", ["served", "keep"])
+def test_documents_of_pairs_end_as_transformers_renders_them(past_reasoning: str, assets: Path, tmp_path: Path) -> None:
+    """A reward model reads its score at the last token. In many templates, a line break follows the stop token."""
+    template = tmp_path / "lines.jinja"
+    template.write_text(LINES)
+    made = {"task": "preference", "chat_template": str(template), "past_reasoning": past_reasoning}
+    tokenizer = DocumentTokenizer.from_options(preprocess_job.options(assets, tmp_path, input="", **made))
+    messages = [user("Hi?"), answer("Yes"), user("Why?")]
+    pair = {"chosen": [*messages, answer("So.")], "rejected": [*messages, answer("Who knows?")]}
+    for document, messages in zip(tokenizer.documents(pair_row(pair)), pair.values(), strict=True):
+        whole = tokenizer.tokenizer.apply_chat_template(messages, return_dict=False)
+        assert document.input_ids.tolist() == whole
+        assert tokenizer.tokenizer.decode(whole[-1:]) == "\n"
+        assert document.labels[-2] in tokenizer.eos_ids
+        assert document.labels[-1] == NOT_TRAINED, "only answers and their stop tokens are trained"
+
+
+LINES = """
+{%- for message in messages %}
+    {{- '<|' + message['role'] + '|>' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] + eos_token }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
+
+def pair_row(pair: dict[str, Any]) -> dict[str, Any]:
+    return {"row": to_json(read_example(pair, PAIR_FORMATS)), "problem": None}
+
+
 def test_answers_that_the_cut_makes_equal_are_a_bad_row(assets: Path, tmp_path: Path) -> None:
     tokenizer = DocumentTokenizer.from_options(preprocess_job.options(assets, tmp_path, input="", sequence_length=64))
     same = [list(range(90)), [*range(80), *range(10)]]
