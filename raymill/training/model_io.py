@@ -144,6 +144,7 @@ def _targets(model: PreTrainedModel, options: TrainOptions) -> list[str]:
         UserError: no linear layer has one of the names.
     """
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear -= {"score"}  # the head of a reward model, which is trained as a whole
     if unknown := [name for name in options.lora_targets if name not in linear]:
         raise UserError(
             f"no linear layer of {options.model} is named {unknown[0]}. Set lora_targets to some of: "
@@ -275,7 +276,7 @@ def export(
             weights = lora_merge.merge(model, run_folder / "adapter", trained)
         else:
             model, weights = _with_untrained(options, model, weights)
-        dtype, unchanged = _compute_dtype(options), composite.without_text(model)
+        dtype, unchanged = _compute_dtype(options), {*composite.without_text(model), reward_config.HEAD}
         with _replaced(run_folder / "model") as folder:
             _write_settings(model, tokenizer, eos_ids, folder, options)
             converted = ((name, value if name in unchanged else value.to(dtype)) for name, value in weights)

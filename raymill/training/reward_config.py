@@ -3,6 +3,7 @@
 import copy
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from raymill.errors import UserError
 from raymill.model_config import is_classifier
@@ -20,9 +21,10 @@ def from_config(model: str, config: PreTrainedConfig) -> PreTrainedConfig:
         raise UserError(
             f"{model} is a classifier with {config.num_labels} labels, not a reward model; pass another one."
         )
-    # None for models with a vision tower, too, such as Gemma 3: their classifiers have other names for weights
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if kind is None or config.get_text_config() is not config:
+    # classifiers of models with a vision tower, such as Gemma 3, have other names for weights
+    is_known = kind and issubclass(kind, GenericForSequenceClassification) and config.get_text_config() is config
+    if not is_known:
         raise UserError(
             f"transformers has no reward model of the type {config.model_type}; pass a --model of another family."
         )
