@@ -18,7 +18,8 @@ from raymill.data.tokenizer import load_tokenizer
 from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import SingleProcess
-from raymill.training.trainer import PackedSource, train
+from raymill.training.trainer import train
+from raymill.training.training_rows import PackedSource
 
 ROUNDS, STEPS, LENGTH = 3, 24, 512
 EQUAL_TOKENS = 60  # in each answer of equal length

@@ -19,7 +19,8 @@ from raymill.training.ddp import DDP
 from raymill.training.optimizers import BETAS
 from raymill.training.options import DDPOptions
 from raymill.training.runtimes.runtime import SingleProcess
-from raymill.training.trainer import PackedSource, train
+from raymill.training.trainer import train
+from raymill.training.training_rows import PackedSource
 
 ROUNDS = 3
 STEPS, FIRST = 32, 4  # the first FIRST steps allocate memory and do not count

@@ -54,7 +54,8 @@ from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions, DeepSpeedOptions, TrainOptions
 from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from raymill.training.strategy import StateCopier
-from raymill.training.trainer import PackedSource, train
+from raymill.training.trainer import train
+from raymill.training.training_rows import PackedSource
 
 SEQUENCE_LENGTH = 64
 TRAIN_ROWS, EVAL_ROWS = 13 + 8, 5  # neither is a multiple of the batch size
