@@ -229,9 +229,12 @@ def _history(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _read_completion(row: Mapping[str, Any]) -> Example:
-    prompt, completion = row["prompt"], row["completion"]
+    prompt, completion = _text_or_messages(row["prompt"]), row["completion"]  # `generate` writes messages as JSON
     if isinstance(prompt, str) and isinstance(completion, str):
         return Completion(prompt, completion)
+    if isinstance(prompt, list):
+        completion = _text_or_messages(completion)
+        completion = [_assistant(completion)] if isinstance(completion, str) else completion
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise BadRow("prompt and completion are neither both texts nor both lists of messages")
     untrained = [

@@ -1,5 +1,6 @@
 """Test KTO: its rows, its loss and gradient against a plain formula, each strategy, and a resumed run."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ HI = [user("Hi?"), answer("Yes")]
         ({"prompt": "Q: ", "completion": "a", "label": "False"}, Rated(Completion("Q: ", "a"), False)),
         ({"prompt": "Q: ", "completion": "a", "label": 1.0}, Rated(Completion("Q: ", "a"), True)),
         ({"prompt": HI[:1], "completion": HI[1:], "label": True}, Rated(Conversation(HI), True)),
+        ({"prompt": json.dumps(HI[:1]), "completion": "Yes", "label": 1}, Rated(Conversation(HI), True)),
+        ({"prompt": '[{"a": 1}]', "completion": "Yes", "label": 1}, Rated(Completion('[{"a": 1}]', "Yes"), True)),
         ({"messages": HI, "label": False, "system": ""}, Rated(Conversation(HI), False)),
         (
             {"messages": [*HI, user("Why?"), answer("So.")], "label": False},

@@ -14,8 +14,9 @@ from preprocess_job import manifest, write_rows
 from jobs import preprocess
 from raymill.data import row_formats
 from raymill.data.document_encoder import EncodedText
-from raymill.data.examples import BadRow, Completion, Conversation, Pair, from_json, to_json
+from raymill.data.examples import BadRow, Completion, Conversation, Example, Pair, Rated, from_json, to_json
 from raymill.data.filters import texts
+from raymill.data.options import Task
 from raymill.data.packing import pack
 from raymill.data.row_formats import PAIR_FORMATS, read_example
 from raymill.data.tokenization import NOT_TRAINED, DocumentTokenizer
@@ -169,11 +170,19 @@ def test_a_pair_whose_prompts_fill_the_row_is_a_bad_row(assets: Path, tmp_path: 
 def test_rows_that_do_not_fit_the_task_are_bad_rows(assets: Path, tmp_path: Path) -> None:
     """Formats and filters of the user may return anything. Packed in twos, unrelated rows would be compared."""
     pair = Pair(Completion("a", " b"), Completion("a", " c"))
-    for task, good, bad in (("supervised", pair.chosen, pair), ("preference", pair, pair.chosen)):
+    rated = Rated(pair.chosen, True)
+    kinds: dict[Task, tuple[Example, str]] = {
+        "supervised": (pair.chosen, "an answer to learn"),
+        "preference": (pair, "a preference pair"),
+        "unpaired_preference": (rated, "a rated answer"),
+    }
+    for task, (good, _) in kinds.items():
         tokenizer = DocumentTokenizer.from_options(preprocess_job.options(assets, tmp_path, input="", task=task))
         assert tokenizer.documents({"row": to_json(good), "problem": None})
-        with pytest.raises(BadRow, match="preference"):
-            tokenizer.documents({"row": to_json(bad), "problem": None})
+        for other, (bad, kind) in kinds.items():
+            if other != task:
+                with pytest.raises(BadRow, match=f"^{kind}, which needs --task {other}$"):
+                    tokenizer.documents({"row": to_json(bad), "problem": None})
 
 
 @pytest.mark.parametrize("past_reasoning", ["served", "keep"])

@@ -197,7 +197,7 @@ def test_each_format_is_read(tmp_path: Path, name: str, row: dict[str, Any], exp
     ("row", "reason"),
     [
         ({"chosen": "a", "rejected": "b"}, "a preference pair"),
-        ({"prompt": "a", "completion": "b", "label": True}, "a rated completion"),
+        ({"prompt": "a", "completion": "b", "label": True}, "a rated answer"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "parts that are not text"),
         ({"messages": PAIR, "functions": [{"name": "add"}]}, "functions is deprecated"),
         ({"messages": [USER, {"role": "assistant", "function_call": {"name": "add"}}]}, "function_call is deprecated"),
