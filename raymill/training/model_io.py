@@ -339,7 +339,7 @@ def _write_settings(
     """Write everything but the weights."""
     config, generation = copy.deepcopy(model.config), copy.deepcopy(getattr(model, "generation_config", None))
     if is_classifier(config):
-        config.pad_token_id = reward_config.set_padding(tokenizer, eos_ids)
+        config.pad_token_id = reward_config.set_padding(tokenizer, eos_ids, config.vocab_size)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # `fully_shard` renames the class
     config.dtype = text_config(config).dtype = _compute_dtype(options)
     config.save_pretrained(folder)

@@ -1,6 +1,7 @@
 """The configuration of a reward model: of a sequence classifier with a single score, made from a language model's."""
 
 import copy
+import json
 
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -33,13 +34,26 @@ def from_config(model: str, config: PreTrainedConfig) -> PreTrainedConfig:
     return changed
 
 
-def set_padding(tokenizer: PreTrainedTokenizerFast, eos_ids: list[int]) -> int | None:
-    """Make a tokenizer pad with a token that ends no answer, and return its id.
+def set_padding(tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], embeddings: int) -> int | None:
+    """Make a tokenizer pad with a token with which no document ends, and return its id.
 
-    transformers reads the score at the last token that is no padding. None: the tokenizer has no such token, so
+    transformers reads the score at the last token that is no padding. The token is the tokenizer's own, or another
+    special one with an embedding that neither the chat template nor the model writes. None: there is no such token, so
     transformers refuses to score several texts at once.
     """
-    ends = {tokenizer.eos_token, *tokenizer.convert_ids_to_tokens(eos_ids)}
-    special = (tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens)
-    tokenizer.pad_token = next((token for token in special if token and token not in ends), None)
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    unknown = None if definition.get("byte_fallback") else definition.get("unk_token")  # stands for any text
+    written = {*eos_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    added = sorted(tokenizer.backend_tokenizer.get_added_tokens_decoder().items())
+    free = [
+        token.content
+        for number, token in added
+        if token.special
+        and number < embeddings
+        and number not in written
+        and token.content != unknown
+        and token.content not in (tokenizer.chat_template or "")
+    ]
+    own = tokenizer.pad_token
+    tokenizer.pad_token = own if own in free else min(free, key=lambda token: "pad" not in token, default=None)
     return tokenizer.pad_token_id

@@ -221,7 +221,7 @@ def test_reward_is_that_of_trl(changes: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(changes["model"])
     tokenizer.save_pretrained(tmp_path / "model")
     own = changes | {"model": str(tmp_path / "model")}
-    padding = reward_config.set_padding(tokenizer, [])
+    padding = reward_config.set_padding(tokenizer, [], model.config.vocab_size)
     assert padding is not None
     pairs = [{name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")} for pair in pairs_of_steps(own)]
     rows = with_raymill("reward", own)

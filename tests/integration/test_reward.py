@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from preference_runs import EXACT, Row, alone, documents, options_of, spread
 from preprocess_job import write_rows
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from jobs import evaluate, preprocess
@@ -29,7 +31,7 @@ from raymill.errors import UserError
 from raymill.evaluation.options import EvaluateOptions
 from raymill.serving import preflight as serving_preflight
 from raymill.serving.options import ServeOptions
-from raymill.training import composite, preflight, reward, weights_check
+from raymill.training import composite, preflight, reward, reward_config, weights_check
 from raymill.training.dataset import PackedRows, as_batch
 from raymill.training.ddp import DDP
 from raymill.training.options import DDPOptions
@@ -43,6 +45,9 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session:
     """Return changes to the settings of the local profile, with packed pairs of answers of different lengths."""
     folder, model = tmp_path_factory.mktemp("pairs"), tmp_path_factory.mktemp("model")
     packed_rows.write_model(model, assets, num_hidden_layers=2, attention_dropout=0.3)  # which pairs turn off
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.eos_token  # as many tokenizers do
+    tokenizer.save_pretrained(model)
     rows = [
         {
             "prompt": [{"role": "user", "content": f"What is number {n}?"}],
@@ -200,6 +205,27 @@ def test_transformers_scores_padded_texts_alike(changes: dict[str, Any], reward_
     assert float((chosen > rejected).float().mean()) == last["eval_rewards/accuracies"]
     assert float(chosen.mean()) == pytest.approx(last["eval_rewards/chosen"], abs=1e-4)
     assert tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("special", "template", "expected"),
+    [
+        (["<s>", "</s>", "<pad>"], "", "<pad>"),
+        (["<s>", "</s>", "<|reserved_0|>", "<|right_pad_id|>"], "", "<|right_pad_id|>"),
+        (["<s>", "</s>", "<turn>", "<|reserved_0|>"], "<turn>", "<|reserved_0|>"),
+        (["<s>", "</s>"], "", None),
+    ],
+)
+def test_the_padding_token_ends_no_document(special: list[str], template: str, expected: str | None) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", bos_token="<s>", pad_token="</s>")
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    tokenizer.chat_template = template
+    found = reward_config.set_padding(tokenizer, [], len(tokenizer))
+    assert (tokenizer.pad_token, found) == (expected, tokenizer.pad_token_id)
+    if found:
+        reward_config.set_padding(tokenizer, [], found)
+        assert tokenizer.pad_token != expected, "a token without an embedding"
 
 
 def test_a_reward_model_can_be_trained_further(changes: dict[str, Any], reward_alone: list[Row]) -> None:
