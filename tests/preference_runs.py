@@ -84,3 +84,23 @@ def plain_logps(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tenso
         picked = logps.gather(1, ids[1:, None]).squeeze(1)
         found.append(torch.stack([picked[trained].sum(), trained.sum()]))
     return torch.stack(found)[:, 0], torch.stack(found)[:, 1]
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Return pairs of a good and a bad answer of different lengths."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"What is number {n}?"}],
+            "chosen": [{"role": "assistant", "content": f"It is {n}. " + "Sure. " * (n % 5)}],
+            "rejected": [{"role": "assistant", "content": "No idea. " * (1 + n % 3)}],
+        }
+        for n in range(150)
+    ]
+
+
+def plain_adamw(model: PreTrainedModel) -> torch.optim.AdamW:
+    """Return AdamW with the settings of the local profile."""
+    matrices = [one for one in model.parameters() if one.dim() >= 2]
+    vectors = [one for one in model.parameters() if one.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))

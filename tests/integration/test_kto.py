@@ -9,7 +9,7 @@ import packed_rows
 import preprocess_job
 import pytest
 import torch
-from preference_runs import EXACT, WAYS, Row, alone, options_of, plain_logps, spread
+from preference_runs import EXACT, WAYS, Row, alone, options_of, plain_adamw, plain_logps, spread
 from preprocess_job import manifest, write_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -220,13 +220,7 @@ def test_loss_and_gradient_are_those_of_the_formula(changes: dict[str, Any]) -> 
     rows = alone(own)
     base, model = (AutoModelForCausalLM.from_pretrained(changes["model"]) for _ in range(2))
     end = AutoTokenizer.from_pretrained(changes["model"]).eos_token_id
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [one for one in model.parameters() if one.dim() >= 2], "weight_decay": 0.01},
-            {"params": [one for one in model.parameters() if one.dim() < 2], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-    )
+    optimizer = plain_adamw(model)
     seed = settings.load(DDPOptions, "train", profile="local").seed
     for step in (1, 2, 3):
         batch = PackedRows(changes["data"], "train", seed).read(6 * (step - 1), 6)

@@ -9,7 +9,7 @@ import packed_rows
 import preprocess_job
 import pytest
 import torch
-from preference_runs import EXACT, WAYS, Row, alone, options_of, plain_logps, spread
+from preference_runs import EXACT, WAYS, Row, alone, options_of, pairs, plain_adamw, plain_logps, spread
 from preprocess_job import write_rows
 from torch import Tensor
 from torch.nn import functional
@@ -41,15 +41,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session:
     """Return changes to the settings of the local profile, with packed pairs of answers of different lengths."""
     folder, model = tmp_path_factory.mktemp("pairs"), tmp_path_factory.mktemp("model")
     packed_rows.write_model(model, assets, num_hidden_layers=2, attention_dropout=0.3)  # which pairs turn off
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"What is number {n}?"}],
-            "chosen": [{"role": "assistant", "content": f"It is {n}. " + "Sure. " * (n % 5)}],
-            "rejected": [{"role": "assistant", "content": "No idea. " * (1 + n % 3)}],
-        }
-        for n in range(150)
-    ]
-    made = {"input": str(write_rows(folder / "rows.jsonl", rows)), "model": str(model), "task": "preference"}
+    made = {"input": str(write_rows(folder / "rows.jsonl", pairs())), "model": str(model), "task": "preference"}
     preprocess.main(preprocess_job.options(assets, folder, **made, eval_share=0.1, shard_mib=0.01))  # several files
     assert len(list((folder / "packed" / "train").iterdir())) > 2
     return {
@@ -100,13 +92,7 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str, changes: dict[str
     base = AutoModelForCausalLM.from_pretrained(changes["model"])
     model = AutoModelForCausalLM.from_pretrained(changes["model"])
     seed = settings.load(DDPOptions, "train", profile="local").seed
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [one for one in model.parameters() if one.dim() >= 2], "weight_decay": 0.01},
-            {"params": [one for one in model.parameters() if one.dim() < 2], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-    )
+    optimizer = plain_adamw(model)
     for step in (1, 2):
         batch = PackedRows(changes["data"], "train", seed).read(8 * (step - 1), 8)
         with torch.no_grad():

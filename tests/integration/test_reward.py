@@ -11,7 +11,7 @@ import preprocess_job
 import pytest
 import torch
 from peft import PeftModel
-from preference_runs import EXACT, Row, alone, documents, options_of, spread
+from preference_runs import EXACT, Row, alone, documents, options_of, pairs, plain_adamw, spread
 from preprocess_job import write_rows
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -48,15 +48,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.eos_token  # as many tokenizers do
     tokenizer.save_pretrained(model)
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"What is number {n}?"}],
-            "chosen": [{"role": "assistant", "content": f"It is {n}. " + "Sure. " * (n % 5)}],
-            "rejected": [{"role": "assistant", "content": "No idea. " * (1 + n % 3)}],
-        }
-        for n in range(150)
-    ]
-    made = {"input": str(write_rows(folder / "rows.jsonl", rows)), "model": str(model), "task": "preference"}
+    made = {"input": str(write_rows(folder / "rows.jsonl", pairs())), "model": str(model), "task": "preference"}
     preprocess.main(preprocess_job.options(assets, folder, **made, eval_share=0.1))
     return {
         "model": str(model),
@@ -93,13 +85,7 @@ def test_loss_and_gradient_are_those_of_the_formula(changes: dict[str, Any]) -> 
     model.config.pad_token_id = None
     with torch.no_grad():
         model.score.weight.zero_()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [one for one in model.parameters() if one.dim() >= 2], "weight_decay": 0.01},
-            {"params": [one for one in model.parameters() if one.dim() < 2], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-    )
+    optimizer = plain_adamw(model)
     seed = settings.load(DDPOptions, "train", profile="local").seed
     for step in (1, 2, 3):
         batch = PackedRows(changes["data"], "train", seed).read(8 * (step - 1), 8)
