@@ -13,7 +13,7 @@ from torch.nn import functional
 from raymill.evaluation import evaluation
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.options import EvaluateOptions
-from raymill.evaluation.scoring import Metric, load
+from raymill.evaluation.scoring import Metric, load, name_of
 from raymill.training import reward, reward_config, storage, weights_check
 from raymill.training.dataset import Manifest, PackedRows
 from raymill.training.objectives import document_tokens
@@ -75,8 +75,20 @@ class RewardResult(NamedTuple):
     """Number of tokens that one worker processes per second, including padding."""
 
 
-def evaluate_all(found: Sequence[Candidate], options: EvaluateOptions, rows: int, manifest: Manifest) -> None:
-    """Score all reward models, print a table that compares each with the last one, and save it."""
+def evaluate_all(
+    found: Sequence[Candidate],
+    options: EvaluateOptions,
+    rows: int,
+    manifest: Manifest,
+    unused: Sequence[Metric] = (),
+) -> None:
+    """Score all reward models, print a table that compares each with the last one, and save it.
+
+    Args:
+        unused: the user's metrics, which need logits.
+    """
+    if unused:
+        print(f"note: {', '.join(map(name_of, unused))} cannot be measured, because reward models have no logits")
     sums = [evaluation.evaluate(candidate, options, rows, scorer=RewardScorer) for candidate in found]
     results = [_result(candidate, totals) for candidate, totals in zip(found, sums, strict=True)]
     pairs = int(sums[0]["pairs"])

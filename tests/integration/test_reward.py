@@ -29,6 +29,7 @@ from jobs import evaluate, preprocess
 from raymill import settings
 from raymill.errors import UserError
 from raymill.evaluation.options import EvaluateOptions
+from raymill.evaluation.scoring import chosen_is_likelier
 from raymill.serving import preflight as serving_preflight
 from raymill.serving.options import ServeOptions
 from raymill.training import composite, preflight, reward, reward_config, weights_check
@@ -163,6 +164,26 @@ def test_adapters_and_their_head_are_exported_with_equal_scores(own: dict[str, A
     assert float((chosen - rejected).mean()) == pytest.approx(margin, abs=1e-4)
 
 
+@pytest.mark.parametrize("way", ["fsdp", pytest.param("ddp", marks=pytest.mark.nightly)])
+def test_bf16_is_close_to_fp32(way: str, reward_alone: list[Row], changes: dict[str, Any]) -> None:
+    """The scores themselves are in fp32: bf16 would round each to eight bits."""
+    rows = spread(changes | {"name": f"bf16-{way}", "precision": "bf16"}, way)
+    assert [row.get("loss") for row in rows] == pytest.approx([row.get("loss") for row in reward_alone], abs=2e-2)
+    assert any(row["rewards/chosen"] * 128 % 1 for row in rows if row["step"])
+    assert exported(changes, f"bf16-{way}").dtype == torch.bfloat16
+
+
+@pytest.mark.nightly
+def test_quantized_shards_have_the_losses_of_one_process(assets: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """With matrices of whole blocks of 64 numbers."""
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = str(packed_rows.write_model(tmp_path / "model", assets, **shape))
+    own = changes | LORA | {"model": model, "quantize_base": True}
+    single, rows = alone(own | {"name": "qlora-alone"}), spread(own | {"name": "qlora-fsdp"}, "fsdp")
+    assert [row.get("loss") for row in rows] == pytest.approx([row.get("loss") for row in single], abs=EXACT)
+    assert rows[-1]["eval_rewards/accuracies"] > 0.9
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", ["fsdp", "zero3"])
 def test_adapters_on_shards_have_the_losses_of_one_process(way: str, changes: dict[str, Any]) -> None:
@@ -239,6 +260,7 @@ def test_evaluate_compares_reward_models(
     reward_alone: list[Row],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     ray_session: None,
 ) -> None:
     alone(changes | {"name": "short", "steps": 1})
@@ -247,13 +269,16 @@ def test_evaluate_compares_reward_models(
     options = EvaluateOptions.model_validate(
         loaded | {"models": models, "data": changes["data"], "output": str(tmp_path), "batch_rows": 3, "num_workers": 2}
     )
+    monkeypatch.setattr(evaluate, "METRICS", [chosen_is_likelier])
     evaluate.main(options)
     saved = json.loads((tmp_path / "evaluation.json").read_text())
     best = saved["models"][0]
     assert best["accuracy"] == reward_alone[-1]["eval_rewards/accuracies"]
     assert best["margin"] == pytest.approx(reward_alone[-1]["eval_rewards/margins"], abs=1e-4)
     assert best["loss"] == pytest.approx(reward_alone[-1]["eval_loss"], abs=1e-4)
-    assert f"held out: {saved['pairs']} pairs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"held out: {saved['pairs']} pairs" in printed
+    assert "note: chosen is likelier cannot be measured, because reward models have no logits" in printed
     with pytest.raises(UserError, match="is a reward model, and others in --models are not; evaluate them separately"):
         evaluate.main(options.model_copy(update={"models": (models[0], changes["model"])}))
 

@@ -30,7 +30,7 @@ def main(options: EvaluateOptions) -> None:
     connect()
     _check_cluster(options, found)
     if has_rewards:
-        return rewards.evaluate_all(found, options, rows, manifest)
+        return rewards.evaluate_all(found, options, rows, manifest, METRICS)
     metrics = [*scoring.METRICS_OF_TASK[manifest.task], *METRICS]
     sums = [evaluation.evaluate(candidate, options, rows, metrics) for candidate in found]
     measured = [evaluation.from_sums(candidate, totals, metrics) for candidate, totals in zip(found, sums, strict=True)]
