@@ -27,6 +27,7 @@ Row = dict[str, float]
 WAYS: dict[str, Any] = {
     "ddp": (DDP, DDPOptions, [], {}),
     "fsdp": (FSDP, FSDPOptions, ["fsdp"], {}),
+    "zero1": (ZeRO, DeepSpeedOptions, ["deepspeed"], {"zero_stage": 1}),
     "zero2": (ZeRO, DeepSpeedOptions, ["deepspeed"], {"zero_stage": 2}),
     "zero3": (ZeRO, DeepSpeedOptions, ["deepspeed"], {"zero_stage": 3}),
 }

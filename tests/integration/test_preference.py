@@ -121,7 +121,9 @@ def dpo_alone(changes: dict[str, Any]) -> list[Row]:
     return alone(changes | {"name": "alone"})
 
 
-@pytest.mark.parametrize("way", [*("ddp", "fsdp", "zero3"), pytest.param("zero2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "way", ["ddp", "fsdp", "zero3", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("zero1", "zero2"))]
+)
 def test_two_ranks_agree_with_one_process_and_resume(way: str, dpo_alone: list[Row], changes: dict[str, Any]) -> None:
     for stop in (4, None):
         rows = spread(changes | {"name": way, "stop_after": stop, "micro_batch_rows": 1}, way)

@@ -116,7 +116,7 @@ def reward_alone(changes: dict[str, Any]) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    "way", ["fsdp", "zero3", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("ddp", "zero2"))]
+    "way", ["fsdp", "zero3", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("ddp", "zero1", "zero2"))]
 )
 def test_two_ranks_agree_with_one_process_and_resume(
     way: str, reward_alone: list[Row], changes: dict[str, Any]
