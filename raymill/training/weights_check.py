@@ -22,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictInfo
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from raymill.errors import UserError
-from raymill.model_config import refuse_classifier
+from raymill.model_config import is_classifier, refuse_classifier, text_config
 from raymill.ray_support import model_cache
 from raymill.training import composite, reward_config
 
@@ -67,9 +67,10 @@ def check(model: str, auto_class: Any = None, *, is_encoder: bool = False, as_re
         stored, config = _stored_weights(location), _config(location)
         if not (auto_class or as_reward_model):
             refuse_classifier(model, config)
+        if as_reward_model and not is_classifier(config):
+            stored = _with_head(stored, config)
         if as_reward_model:
             config = reward_config.from_config(model, config)
-            stored = _with_head(stored, config)
         problem = _problem_of_weights(config, stored, auto_class, is_encoder)
     except BrokenFiles as error:
         problem = str(error)
@@ -273,7 +274,7 @@ def _config(location: str) -> PreTrainedConfig:
 
 def _with_head(weights: Weights, config: PreTrainedConfig) -> Weights:
     """Return the weights of a language model with a new head instead of the output layer."""
-    head = torch.empty((1, config.hidden_size), device="meta")
+    head = torch.empty((1, text_config(config).hidden_size), device="meta")
     return {reward_config.HEAD: head} | {
         name: value for name, value in weights.items() if not name.startswith("lm_head.")
     }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from peft import PeftModel
 from preference_runs import EXACT, Row, alone, documents, options_of, pairs, plain_adamw, spread
 from preprocess_job import write_rows
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.nn import functional
@@ -240,6 +242,19 @@ def test_a_reward_model_can_be_trained_further(changes: dict[str, Any], reward_a
     preflight.check_packed(options_of(own), DDP.make_objective(options_of(own)))
     rows = alone(own)
     assert rows[0]["eval_loss"] == pytest.approx(reward_alone[-1]["eval_loss"], abs=1e-5)
+
+
+def test_a_reward_model_without_its_head_is_refused(
+    changes: dict[str, Any], reward_alone: list[Row], tmp_path: Path
+) -> None:
+    """It would get a new head, which gives each answer the score 0."""
+    shutil.copytree(f"{changes['output']}/alone/model", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["score.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"its files lack score\.weight"):
+        weights_check.check(str(tmp_path / "model"), as_reward_model=True)
 
 
 def test_other_jobs_refuse_a_reward_model(changes: dict[str, Any], reward_alone: list[Row]) -> None:
