@@ -59,7 +59,7 @@ class ShardSummary(BaseModel):
     tokens: int
     trained_tokens: int
     good_documents: int | None
-    """Good ones of rated answers. None: the answers are not rated."""
+    """Number of good answers. None: the answers are not rated."""
     lengths: dict[int, int]
     """Histogram of tokens per document: maps upper bounds, which are powers of two, to counts."""
     largest_id: int

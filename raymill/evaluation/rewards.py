@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,41 +13,26 @@ from torch.nn import functional
 from raymill.evaluation import evaluation
 from raymill.evaluation.candidates import Candidate
 from raymill.evaluation.options import EvaluateOptions
-from raymill.evaluation.scoring import Metric, load, name_of
+from raymill.evaluation.scoring import Metric, Scorer, name_of
 from raymill.training import reward, reward_config, storage, weights_check
-from raymill.training.dataset import Manifest, PackedRows
-from raymill.training.objectives import document_tokens
-from raymill.training.pairs import pair_up
+from raymill.training.dataset import Manifest
+from raymill.training.pairs import existing_pairs, pair_up
 
 
-class RewardScorer:
+class RewardScorer(Scorer):
     """A reward model, loaded once on a device, that scores held-out pairs by the position of their rows."""
 
-    def __init__(
-        self,
-        candidate: Candidate,
-        data: str,
-        device: str,
-        precision: str,
-        metrics: Sequence[Metric],
-        report: Callable[..., Any],
-    ) -> None:
-        """Load the model. The arguments are those of `scoring.Scorer`."""
-        self._device = torch.device(device)
-        self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32)
+    def __init__(self, candidate: Candidate, *arguments: Any) -> None:
+        super().__init__(candidate, *arguments)
         reward.use_scores(self._model, weights_check.stored_weight(candidate.model, reward_config.HEAD))
-        self._model = self._model.to(self._device).eval()
-        self._rows = PackedRows(data, "eval")
-        self._report = report
+        self._model.to(self._device)  # the head
 
     @torch.no_grad()
     def __call__(self, piece: dict[str, int]) -> dict[str, float]:
         """Return sums over the pairs in the `rows` rows from position `first`, and the `seconds` taken."""
         started = time.perf_counter()
-        batch = {
-            name: column.to(self._device) for name, column in self._rows.read(piece["first"], piece["rows"]).items()
-        }
-        exist = pair_up(document_tokens(batch)).amin(-1) > 0
+        batch = self._to_device(self._rows.read(piece["first"], piece["rows"]))
+        exist = existing_pairs(batch)
         chosen, rejected = pair_up(reward.document_scores(self._model, self._model, batch))[exist].unbind(-1)
         margins = chosen - rejected
         sums = {

@@ -89,17 +89,19 @@ def is_good(batch: Batch) -> torch.Tensor:
     return batch["is_good"].gather(1, starts) > 0
 
 
+def answer_tokens(batch: Batch) -> torch.Tensor:
+    """Return which tokens belong to an answer: those from the first trained token of a document to its end."""
+    so_far = is_trained(batch).cumsum(1)  # no document begins with a trained token
+    at_start = so_far.gather(1, batch["document_starts"].long().clamp(max=so_far.shape[1] - 1))
+    return so_far > at_start.gather(1, document_numbers(batch))
+
+
 def mismatched(batch: Batch) -> Batch:
     """Return a batch in which each prompt has the answer of the next document of its row, and the last one the first.
 
-    A document's answer begins with its first trained token. Rows keep their lengths. In rows with a single document,
-    nothing is trained.
+    Rows keep their lengths. In rows with a single document, nothing is trained.
     """
-    documents, positions = document_numbers(batch), batch["position_ids"]
-    trained = is_trained(batch)
-    trained_before = trained.cumsum(1) - trained.long()
-    at_start = trained_before.gather(1, batch["document_starts"].long().clamp(max=positions.shape[1] - 1))
-    is_answer = (trained_before + trained.long() - at_start.gather(1, documents)) > 0
+    documents, positions, is_answer = document_numbers(batch), batch["position_ids"], answer_tokens(batch)
     answers = document_sums(is_answer.long(), batch)
     prompts = document_sums((~is_answer).long(), batch)
     count = (answers > 0).sum(1, keepdim=True)

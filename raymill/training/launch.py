@@ -5,13 +5,14 @@ import torch.distributed as dist
 
 from raymill.errors import UserError
 from raymill.job_context import JobContext
-from raymill.training import failures
+from raymill.training import failures, optimizers
 from raymill.training.options import TrainOptions
 from raymill.training.strategy import MakeStrategy
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Train with a strategy: in this process under torchrun and `inv fit`, otherwise in Ray Train workers."""
+    optimizers.check_installed(options)
     try:
         if dist.is_torchelastic_launched():
             from raymill.training.runtimes import torchrun  # imported late: each runtime has its own dependencies

@@ -80,7 +80,7 @@ class Objective(ABC):
     def named(self, means: list[float]) -> dict[str, float]:
         """Return the loss, several terms, and the metrics, given the sums after the division.
 
-        There is no metric of which the batch has no items, so that it is not a number.
+        A metric without items in the batch is left out.
         """
         terms = means[: len(self.terms)]
         named = dict(zip(self.terms, terms, strict=True)) if len(terms) > 1 else {}

@@ -16,5 +16,5 @@ OBJECTIVES: dict[ObjectiveName, Callable[[TrainOptions], Objective]] = {
     "simpo": SimPO,
     "orpo": ORPO,
     "kto": KTO,
-    "reward": Reward,
+    "reward": lambda options: Reward(),
 }

@@ -42,8 +42,7 @@ class Preference(Objective):
         self.options = options
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        pairs = pair_up(document_tokens(batch)).amin(-1).gt(0).sum()
-        return pairs.repeat(self.size)
+        return existing_pairs(batch).sum().repeat(self.size)
 
     def sums(self, module: nn.Module, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         sums, tokens = pair_up(document_logps(module, model, batch)), pair_up(document_tokens(batch))
@@ -142,6 +141,11 @@ class ORPO(Preference):
 def _log1mexp(value: torch.Tensor) -> torch.Tensor:
     """Return log(1 - exp(value)) of values below 0. A probability of 1 would make the gradient infinite."""
     return torch.log(-torch.expm1(value.clamp(max=-1e-6)))
+
+
+def existing_pairs(batch: Batch) -> torch.Tensor:
+    """Return which pairs exist, of shape (rows, pairs). Rows have different numbers of them."""
+    return pair_up(document_tokens(batch)).amin(-1) > 0
 
 
 def pair_up(values: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from raymill.training.strategy import Strategy
 
 PROGRESS_INTERVAL_S = 10
 SECTION_ROWS = 4096
-"""Rows in a file. If the run is killed, it computes at most so many rows again."""
+"""Rows in a file. After a kill, a run computes at most this many rows again."""
 
 
 def log_probabilities(

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from raymill.training.dataset import Batch
-from raymill.training.objectives import Objective, document_tokens
-from raymill.training.options import TrainOptions
+from raymill.training.objectives import Objective
 from raymill.training.packed_attention import model_inputs
-from raymill.training.pairs import pair_up
+from raymill.training.pairs import existing_pairs, pair_up
 
 
 class Reward(Objective):
@@ -25,28 +24,20 @@ class Reward(Objective):
     best_metric, best_mode = "eval_rewards/accuracies", "max"
     metrics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
-    def __init__(self, options: TrainOptions) -> None:
-        pass
-
     def counts(self, batch: Batch) -> torch.Tensor:
-        return _exist(batch).sum().repeat(self.size)
+        return existing_pairs(batch).sum().repeat(self.size)
 
     def sums(self, module: nn.Module, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         chosen, rejected = pair_up(document_scores(module, model, batch)).unbind(-1)
         losses, up, down = -functional.logsigmoid(chosen - rejected), chosen.detach(), rejected.detach()
-        found, exist = [losses, up, down, up - down, (up > down).float()], _exist(batch)
+        found, exist = [losses, up, down, up - down, (up > down).float()], existing_pairs(batch)
         return torch.stack([torch.where(exist, values, 0.0).sum() for values in found])
-
-
-def _exist(batch: Batch) -> torch.Tensor:
-    """Return which pairs exist, of shape (rows, pairs)."""
-    return pair_up(document_tokens(batch)).amin(-1) > 0
 
 
 def document_scores(module: nn.Module, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Return the score of each document, at its last token, of shape (rows, documents), in fp32.
 
-    `model` must have `use_scores`. Padding has a score without a meaning.
+    `use_scores` must have prepared the model. The scores of padding mean nothing.
     """
     inputs = {name: value for name, value in model_inputs(model, batch).items() if name != "labels"}
     return module(**inputs, ends=document_ends(batch), use_cache=False).logits
@@ -62,7 +53,7 @@ def use_scores(model: PreTrainedModel, weight: torch.Tensor | None) -> None:
     """Make a sequence classifier return the scores of the tokens at `ends` as `logits`, in fp32, with a head in fp32.
 
     Args:
-        weight: that of the head. None: zeros, so that the first scores are equal, in each strategy.
+        weight: that of the head. None: zeros, which are the same in each strategy and on each rank.
     """
     with torch.device("cpu"):
         head = nn.Linear(model.config.hidden_size, 1, bias=False, dtype=torch.float32)

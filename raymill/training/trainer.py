@@ -3,7 +3,9 @@
 import os
 import time
 from collections.abc import Callable
+from typing import Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -119,12 +121,15 @@ class Trainer:
     def _add_reference(self) -> None:
         """Add the log-probabilities of the base model to the rows."""
         if isinstance(self.source, PackedSource):  # rows of `inv fit` have some
-            values = reference.log_probabilities(self.strategy, self.options, self.runtime, "train")
-            if problem := self.objective.problem(values):
-                raise UserError(problem)
-            self.source.add_reference(values)
+            self.source.add_reference(self._reference("train"))
         if self.evaluation:
-            self.evaluation.reference = reference.log_probabilities(self.strategy, self.options, self.runtime, "eval")
+            self.evaluation.reference = self._reference("eval")
+
+    def _reference(self, split: Literal["train", "eval"]) -> np.ndarray:
+        values = reference.log_probabilities(self.strategy, self.options, self.runtime, split)
+        if problem := self.objective.problem(values):
+            raise UserError(problem)
+        return values
 
     def fit(self) -> None:
         """Run the remaining steps and export the model. If the run is asked to stop, nothing is exported."""

@@ -35,7 +35,7 @@ from raymill.errors import UserError
 from raymill.ray_support import capacity, gang, job_lease, ray_logging
 from raymill.ray_support.private.train import LIST_OF_CHECKPOINTS, is_in_trial
 from raymill.state_files import DamagedFile
-from raymill.training import failures, optimizers, preflight, storage, transport, weights_check
+from raymill.training import failures, preflight, storage, transport, weights_check
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import SCORE, Metrics, WriteCheckpoint
 from raymill.training.schedule import check_batches
@@ -170,7 +170,6 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """
     options = preflight.with_steps(preflight.with_absolute_paths(options))
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-    optimizers.check_installed(options)
     stream = streaming.find_input(options.model) if options.stream else None
     objective = make_strategy.make_objective(options)
     identity = _check_stream(options, stream) if stream else preflight.check_packed(options, objective)

@@ -19,7 +19,7 @@ from raymill import code_identity, output_lease
 from raymill.errors import UserError
 from raymill.output_lease import Holder, Lease, NoLease
 from raymill.state_files import DamagedFile
-from raymill.training import optimizers, preflight, storage, transport
+from raymill.training import preflight, storage, transport
 from raymill.training.options import TrainOptions
 from raymill.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from raymill.training.schedule import check_batches
@@ -106,7 +106,6 @@ def _prepare(options: TrainOptions, held: ExitStack, make_strategy: MakeStrategy
                 "Leave out --stream, and set --output to a folder."
             )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-        optimizers.check_installed(options)
         identity = preflight.check_packed(options, make_strategy.make_objective(options))
         identity |= {"launcher": "torchrun"} | code_identity.identify(make_strategy)
         held.enter_context(_lease(f"{options.output}/{options.name}"))
