@@ -87,6 +87,13 @@ def plain_logps(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tenso
     return torch.stack(found)[:, 0], torch.stack(found)[:, 1]
 
 
+def settings_of(model: Path, data: Path, output: Path, **own: Any) -> dict[str, Any]:
+    """Return changes to the settings of the local profile for a short run."""
+    length = {"steps": 8, "warmup_steps": 0, "eval_every": 4, "checkpoint_every": 4}
+    batch = {"global_batch_rows": 8, "micro_batch_rows": 2, "learning_rate": 1e-3}
+    return {"model": str(model), "data": str(data), "output": str(output)} | length | batch | own
+
+
 def pairs() -> list[dict[str, Any]]:
     """Return pairs of a good and a bad answer of different lengths."""
     return [

@@ -9,7 +9,7 @@ import packed_rows
 import preprocess_job
 import pytest
 import torch
-from preference_runs import EXACT, WAYS, Row, alone, options_of, plain_adamw, plain_logps, spread
+from preference_runs import EXACT, WAYS, Row, alone, options_of, plain_adamw, plain_logps, settings_of, spread
 from preprocess_job import manifest, write_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -117,20 +117,8 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session:
     ]
     made = {"input": str(write_rows(folder / "rows.jsonl", rows)), "model": str(model), "task": "unpaired_preference"}
     preprocess.main(preprocess_job.options(assets, folder, **made, eval_share=0.1, shard_mib=0.01))
-    return {
-        "model": str(model),
-        "data": str(folder / "packed"),
-        "output": str(tmp_path_factory.mktemp("runs")),
-        "objective": "kto",
-        "learning_rate": 1e-3,
-        "warmup_steps": 0,
-        "steps": 8,
-        "global_batch_rows": 6,
-        "micro_batch_rows": 2,
-        "eval_every": 4,
-        "checkpoint_every": 4,
-        **WEIGHTS,
-    }
+    output = tmp_path_factory.mktemp("runs")
+    return settings_of(model, folder / "packed", output, objective="kto", global_batch_rows=6, **WEIGHTS)
 
 
 def test_preprocess_packs_labels(changes: dict[str, Any]) -> None:

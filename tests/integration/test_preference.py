@@ -9,7 +9,7 @@ import packed_rows
 import preprocess_job
 import pytest
 import torch
-from preference_runs import EXACT, WAYS, Row, alone, options_of, pairs, plain_adamw, plain_logps, spread
+from preference_runs import EXACT, WAYS, Row, alone, options_of, pairs, plain_adamw, plain_logps, settings_of, spread
 from preprocess_job import write_rows
 from torch import Tensor
 from torch.nn import functional
@@ -44,19 +44,8 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session:
     made = {"input": str(write_rows(folder / "rows.jsonl", pairs())), "model": str(model), "task": "preference"}
     preprocess.main(preprocess_job.options(assets, folder, **made, eval_share=0.1, shard_mib=0.01))  # several files
     assert len(list((folder / "packed" / "train").iterdir())) > 2
-    return {
-        "model": str(model),
-        "data": str(folder / "packed"),
-        "output": str(tmp_path_factory.mktemp("runs")),
-        "objective": "dpo",
-        "learning_rate": 1e-3,
-        "warmup_steps": 0,
-        "steps": 8,
-        "global_batch_rows": 8,
-        "micro_batch_rows": 2,
-        "eval_every": 4,
-        "checkpoint_every": 4,
-    }
+    output = tmp_path_factory.mktemp("runs")
+    return settings_of(model, folder / "packed", output, objective="dpo")
 
 
 # ---------------------------------------------------------------- formulas

@@ -12,7 +12,7 @@ import preprocess_job
 import pytest
 import torch
 from peft import PeftModel
-from preference_runs import EXACT, Row, alone, documents, options_of, pairs, plain_adamw, spread
+from preference_runs import EXACT, Row, alone, documents, options_of, pairs, plain_adamw, settings_of, spread
 from preprocess_job import write_rows
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -53,19 +53,8 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory, ray_session:
     tokenizer.save_pretrained(model)
     made = {"input": str(write_rows(folder / "rows.jsonl", pairs())), "model": str(model), "task": "preference"}
     preprocess.main(preprocess_job.options(assets, folder, **made, eval_share=0.1))
-    return {
-        "model": str(model),
-        "data": str(folder / "packed"),
-        "output": str(tmp_path_factory.mktemp("runs")),
-        "objective": "reward",
-        "learning_rate": 1e-3,
-        "warmup_steps": 0,
-        "steps": 8,
-        "global_batch_rows": 8,
-        "micro_batch_rows": 2,
-        "eval_every": 4,
-        "checkpoint_every": 4,
-    }
+    output = tmp_path_factory.mktemp("runs")
+    return settings_of(model, folder / "packed", output, objective="reward")
 
 
 def plain_scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
